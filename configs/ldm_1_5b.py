@@ -1,0 +1,20 @@
+"""1.44B parameters, 24 blocks of width 2048, 1,048,576 tokens a step, 100B tokens in all.
+
+python train.py --config configs/ldm_1_5b.py --workdir RUN
+"""
+
+import dataclasses
+
+import ldm_400m
+
+from ldm_jax import Config
+
+
+def get_config() -> Config:
+  """ldm_400m with twice the width and twice the steps."""
+  config = ldm_400m.get_config()
+  return dataclasses.replace(
+    config,
+    model=dataclasses.replace(config.model, width=2048, mlp_width=5632),
+    train=dataclasses.replace(config.train, steps=94_972),
+  )

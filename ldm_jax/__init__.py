@@ -1,0 +1,16 @@
+"""Depth mixing for transformers: Linear Depth Memory and its rivals behind one contract."""
+
+from ldm_jax.config import Config, MixerConfig, ModelConfig, load_config
+from ldm_jax.mixers import DepthMixer, LinearDepthMemory, PreLN
+from ldm_jax.model import TransformerLM
+
+__all__ = [
+  "Config",
+  "DepthMixer",
+  "LinearDepthMemory",
+  "MixerConfig",
+  "ModelConfig",
+  "PreLN",
+  "TransformerLM",
+  "load_config",
+]

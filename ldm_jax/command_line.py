@@ -1,0 +1,83 @@
+"""Command lines: `--config FILE --workdir DIR --section.key VALUE`, with types and `--help`."""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import tyro
+
+from ldm_jax.config import Config, flatten, load_config, nearest
+from ldm_jax.errors import InputError, TrainingError
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainArguments(Config):
+  """Trains a language model. The same command in the same workdir resumes.
+
+  Exit codes: 0 done, 1 failed, 2 bad configuration or input, 75 stopped by a signal after saving.
+  """
+
+  config: Path = CONFIGS / "ldm_tiny.py"
+  """Python file with get_config(); its values are the defaults shown here."""
+  workdir: Path | None = None
+  """Where the run lives; runs/<name of the config file> if not given."""
+
+
+def parse_train_arguments(argv: Sequence[str]) -> tuple[Config, Path]:
+  """Parses the command line of `train.py`.
+
+  Returns:
+    The checked config with all overrides, and the workdir.
+
+  Raises:
+    InputError: for an unknown setting or an invalid config.
+    SystemExit: 0 after `--help`; 2, with a message, for a value of the wrong type.
+  """
+  before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+  before.add_argument("--config", default=str(TrainArguments.config))
+  config_path = Path(before.parse_known_args(argv)[0].config)
+  config = load_config(config_path)
+  _check_names(argv, {*flatten(config), "config", "workdir", "help"})
+  default = TrainArguments(**vars(config), config=config_path)
+  parsed = tyro.cli(
+    TrainArguments,
+    args=list(argv),
+    default=default,
+    prog="train.py",
+    config=(tyro.conf.FlagConversionOff,),
+  )
+  chosen = Config(
+    **{field.name: getattr(parsed, field.name) for field in dataclasses.fields(Config)}
+  )
+  return chosen.validate(), parsed.workdir or Path("runs") / config_path.stem
+
+
+def run_command(main: Callable[[], int]) -> None:
+  """Runs a command and exits with its code; bad input and failed runs end in one line, not a trace.
+
+  Exits with what `main` returns, 2 for `InputError`, 1 for `TrainingError`.
+  """
+  try:
+    code = main()
+  except (InputError, TrainingError) as error:
+    sys.stdout.flush()
+    print(f"error: {error}", file=sys.stderr)
+    code = 2 if isinstance(error, InputError) else 1
+  sys.exit(code)
+
+
+def _check_names(argv, known):
+  for argument in argv:
+    if not argument.startswith("--"):
+      continue
+    written = argument[2:].split("=", 1)[0]
+    name = written.replace("-", "_")
+    if name not in known:
+      raise InputError(
+        f"unknown setting --{written}; did you mean --{nearest(name, known)}? "
+        "(--help lists all settings)"
+      )

@@ -1,0 +1,286 @@
+"""Every setting of a run: frozen dataclasses, checked once, saved with the run as JSON.
+
+A config file is a Python file with `get_config() -> Config`.  On the command line each setting is
+`--section.key VALUE`; `train.py --help` lists them with these docstrings.
+"""
+
+import dataclasses
+import difflib
+import json
+import os
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Literal
+
+from ldm_jax.config_checks import (
+  check_combinations,
+  check_ranges,
+  check_types,
+  flatten,
+  nearest,
+)
+from ldm_jax.errors import InputError
+from ldm_jax.typing import PathLike
+
+
+@dataclasses.dataclass(frozen=True)
+class MixerConfig:
+  """How information crosses layers."""
+
+  kind: Literal["preln", "ldm"] = "ldm"
+  """The mechanism. The settings below belong to ldm."""
+  rule: Literal["rls", "delta", "outer"] = "rls"
+  """How a sublayer's output enters the memory: exact regression, one gradient step, or a sum."""
+  groups: int = 16
+  """G: slices of the width with a memory of their own. Must divide model.width."""
+  key_dim: int = 8
+  """K: key width of one group."""
+  shared_key: bool = False
+  """One key for all groups instead of one each."""
+  latent_dim: int = 64
+  """R: width of the two latents that queries and keys come from."""
+  alpha: float = 1.0
+  """Inverse ridge strength: the inverse key covariance starts at alpha x identity."""
+  min_forgetting: float = 0.5
+  """Lower bound of the learned forgetting factors."""
+  forgetting_init: float = 0.98
+  """Forgetting factors at initialisation."""
+  gain_init: float = 0.0
+  """Read gain at initialisation; 0 starts as PreLN."""
+  memory_dtype: Literal["float32", "bfloat16"] = "float32"
+  """How the memory is carried between sublayers."""
+  readout: Literal["add", "memory_only"] = "add"
+  """What a sublayer reads: x + gain * gate * M q, or M q alone (ablation)."""
+  residual: bool = True
+  """False replaces x + v by v in the residual stream (ablation)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """The decoder-only transformer around the mixers."""
+
+  width: int = 1024
+  """D: model width."""
+  blocks: int = 24
+  """Transformer blocks; each is an attention and an MLP sublayer."""
+  heads: int = 16
+  """H: query heads. Must divide width."""
+  kv_heads: int | None = None
+  """Key/value heads, a divisor of heads; None for as many as heads."""
+  mlp_width: int = 2816
+  """F: hidden width of the SwiGLU MLP."""
+  vocab_size: int = 257
+  """Token ids; 257 is the byte tokenizer. Padded to a multiple of 128 inside."""
+  tie_embeddings: bool = False
+  """Use the embedding matrix as output head."""
+  qk_norm: bool = False
+  """RMSNorm on queries and keys of each head."""
+  rope_theta: float = 10_000.0
+  """Base of the rotary wavelengths."""
+  mixer: MixerConfig = MixerConfig()
+
+  @property
+  def sublayers(self) -> int:
+    """L = 2 x blocks."""
+    return 2 * self.blocks
+
+  @property
+  def padded_vocab_size(self) -> int:
+    """The vocabulary rounded up to a multiple of 128."""
+    return -(-self.vocab_size // 128) * 128
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+  """Where tokens come from."""
+
+  source: Literal["stdlib"] = "stdlib"
+  """stdlib: the .py files of this Python's standard library, as bytes."""
+  sequence_length: int = 256
+  """T: tokens in a row."""
+  batch_size: int = 8
+  """Rows in a step, over all devices and accumulation steps."""
+  seed: int = 0
+  """Order of the rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+  """AdamW with linear warm-up and cosine decay."""
+
+  learning_rate: float = 1e-3
+  """Peak rate."""
+  warmup_steps: int = 100
+  """Steps of linear warm-up."""
+  final_fraction: float = 0.1
+  """Rate at the last step, as a fraction of the peak."""
+  weight_decay: float = 0.1
+  """Decoupled decay of weight matrices; norms, biases, gains, gates and queries have none."""
+  beta1: float = 0.9
+  """Decay of the first moment."""
+  beta2: float = 0.95
+  """Decay of the second moment."""
+  clip_norm: float = 1.0
+  """Largest global gradient norm."""
+  z_loss: float = 0.0
+  """Weight of the squared log-partition in the loss."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+  """The training loop."""
+
+  steps: int = 1000
+  """Optimizer steps; also the length of the learning-rate schedule."""
+  log_every: int = 10
+  """Steps between train lines of metrics.jsonl."""
+  eval_every: int = 250
+  """Steps between evaluations; one more follows the last step."""
+  eval_batches: int = 16
+  """Batches of held-out rows in an evaluation; 0 for all of them."""
+  checkpoint_every: int = 250
+  """Steps between checkpoints; one more follows the last step."""
+  keep: int = 3
+  """Newest checkpoints to keep."""
+  accumulate: int = 1
+  """Parts a batch is computed in, one after another, to save memory."""
+  compute_dtype: Literal["float32", "bfloat16"] = "float32"
+  """Dtype of activations and matrix products; parameters and moments are float32."""
+  remat: Literal["none", "dots", "full"] = "none"
+  """What a block recomputes in the backward pass: nothing, all but weight products, everything."""
+  seed: int = 0
+  """Initial weights."""
+  sample_tokens: int = 200
+  """Length of the text sample at the end; 0 for none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  """Devices along each way of splitting the work; -1 takes the rest."""
+
+  data: int = -1
+  """Batch split, parameters replicated."""
+  fsdp: int = 1
+  """Batch split, parameters and optimizer state split too."""
+  tensor: int = 1
+  """Heads, MLP, vocabulary and memory groups split."""
+  sequence: int = 1
+  """Positions split."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """A whole run."""
+
+  model: ModelConfig = ModelConfig()
+  data: DataConfig = DataConfig()
+  optimizer: OptimizerConfig = OptimizerConfig()
+  train: TrainConfig = TrainConfig()
+  mesh: MeshConfig = MeshConfig()
+
+  def validate(self) -> "Config":
+    """Checks types, ranges and combinations; returns itself.
+
+    Raises:
+      InputError: naming the setting, its value, and what would do.
+    """
+    check_types(self)
+    check_ranges(flatten(self))
+    check_combinations(flatten(self))
+    return self
+
+
+def load_config(path: PathLike) -> Config:
+  """Runs a config file and checks what its `get_config()` returns.
+
+  Raises:
+    InputError: if the file is missing or broken, misspells a setting, or the config is not valid.
+  """
+  path = Path(path)
+  if not path.is_file():
+    raise InputError(f"config file {path} does not exist{_suggest_file(path)}")
+  try:
+    namespace = _run_file(path)
+    if "get_config" not in namespace:
+      raise InputError(f"config file {path} has no get_config() function")
+    config = namespace["get_config"]()
+  except InputError:
+    raise
+  except Exception as error:
+    raise InputError(f"config file {path}: {_explain(error)}") from error
+  if not isinstance(config, Config):
+    raise InputError(f"config file {path}: get_config() must return a Config, got {type(config)}")
+  try:
+    return config.validate()
+  except InputError as error:
+    raise InputError(f"config file {path}: {error}") from error
+
+
+def _run_file(path):
+  """Runs a config file; it may import its neighbours by name (`import ldm_tiny`)."""
+  folder = str(path.resolve().parent)
+  sys.path.insert(0, folder)
+  try:
+    return runpy.run_path(str(path))
+  finally:
+    sys.path.remove(folder)
+    for name, module in list(sys.modules.items()):  # the next folder may use the same names
+      if os.path.dirname(getattr(module, "__file__", None) or "") == folder:
+        del sys.modules[name]
+
+
+def _suggest_file(path):
+  others = [str(p.with_suffix("").name) for p in path.parent.glob("*.py")]
+  close = difflib.get_close_matches(path.stem, others, n=1, cutoff=0.0)
+  return f"; the nearest is {path.parent / close[0]}.py" if close else ""
+
+
+def _explain(error):
+  match = re.search(r"^(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+  classes = {cls.__name__: cls for cls in (Config, *_sections(Config))}
+  if isinstance(error, TypeError) and match and match[1] in classes:
+    names = [field.name for field in dataclasses.fields(classes[match[1]])]
+    return f"{match[1]} has no setting {match[2]!r}; did you mean {nearest(match[2], names)!r}?"
+  return f"{type(error).__name__}: {error}"
+
+
+def _sections(cls):
+  for field in dataclasses.fields(cls):
+    if dataclasses.is_dataclass(field.type):
+      yield field.type
+      yield from _sections(field.type)
+
+
+def to_json(config: Config) -> str:
+  """The resolved config as JSON, sections nested."""
+  return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+
+
+def from_json(text: str) -> Config:
+  """The inverse of `to_json`.
+
+  Raises:
+    InputError: if the text is not JSON, or has a setting that this version does not know.
+  """
+
+  def build(cls, values):
+    known = {field.name: field.type for field in dataclasses.fields(cls)}
+    for name in values:
+      if name not in known:
+        raise InputError(
+          f"{cls.__name__} has no setting {name!r} (nearest: {nearest(name, known)})"
+        )
+    return cls(
+      **{
+        name: build(known[name], value) if dataclasses.is_dataclass(known[name]) else value
+        for name, value in values.items()
+      }
+    )
+
+  try:
+    values = json.loads(text)
+  except json.JSONDecodeError as error:
+    raise InputError(f"not valid JSON: {error}") from error
+  return build(Config, values).validate()

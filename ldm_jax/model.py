@@ -1,0 +1,111 @@
+"""The decoder-only transformer: an explicit loop over layers that carries the streams."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ldm_jax.config import ModelConfig
+from ldm_jax.layers import Attention, Embedder, SwiGLU, rms_norm
+from ldm_jax.mixers import make_mixer
+from ldm_jax.typing import Dtype, PyTree, TokensBT
+
+_REMAT_POLICIES = {
+  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class Block(nn.Module):
+  """One attention and one MLP sublayer, each inside a depth mixer."""
+
+  config: ModelConfig
+  index: int
+  dtype: Dtype
+
+  @nn.compact
+  def __call__(self, streams: Any, positions: TokensBT, segment_ids: TokensBT) -> Any:
+    """Carries the streams through both sublayers."""
+    config = self.config
+    attention = Attention(
+      heads=config.heads,
+      kv_heads=config.kv_heads or config.heads,
+      qk_norm=config.qk_norm,
+      rope_theta=config.rope_theta,
+      dtype=self.dtype,
+      name="attention",
+    )
+    mlp = SwiGLU(config.mlp_width, self.dtype, name="mlp")
+    norms = [rms_norm(self.dtype, f"{part}_norm") for part in ("attention", "mlp")]
+    mixers = [
+      make_mixer(config.mixer, 2 * self.index + side, self.dtype, f"{part}_mixer")
+      for side, part in enumerate(("attention", "mlp"))
+    ]
+    streams = mixers[0](streams, lambda h: attention(norms[0](h), positions, segment_ids))
+    return mixers[1](streams, lambda h: mlp(norms[1](h)))
+
+
+class TransformerLM(nn.Module):
+  """A Llama-like language model whose residual connections are depth mixers.
+
+  Attributes:
+    config: shape of the network and choice of mixer.
+    dtype: dtype of activations and matrix products.  Parameters are float32.
+    remat: what each block recomputes in the backward pass: "none" keeps everything, "dots" keeps
+      the outputs of weight products, "full" keeps only the streams between blocks.
+  """
+
+  config: ModelConfig
+  dtype: Dtype = jnp.float32
+  remat: str = "none"
+
+  @nn.compact
+  def __call__(
+    self,
+    tokens: TokensBT,
+    positions: TokensBT | None = None,
+    segment_ids: TokensBT | None = None,
+  ) -> Float[Array, "B T padded_vocab_size"]:
+    """Next-token logits.
+
+    Args:
+      tokens: int [B, T].
+      positions: position of each token in its document; 0 … T−1 if not given.
+      segment_ids: documents of a packed row, attention stays inside one; all the same if not given.
+
+    Returns:
+      float32 [B, T, vocab_size rounded up to 128]; the padding ids are at −1e9.
+    """
+    config = self.config
+    if positions is None:
+      positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    if segment_ids is None:
+      segment_ids = jnp.ones_like(tokens)
+    embedder = Embedder(
+      config.vocab_size,
+      config.padded_vocab_size,
+      config.width,
+      config.tie_embeddings,
+      self.dtype,
+      name="embedder",
+    )
+    output_mixer = make_mixer(config.mixer, config.sublayers, self.dtype, "output_mixer")
+
+    streams = output_mixer.init_streams(embedder.encode(tokens))
+    for index in range(config.blocks):
+      block = self._block_class()(config, index, self.dtype, name=f"block_{index}")
+      streams = block(streams, positions, segment_ids)
+    x = output_mixer.read(streams)
+    return embedder.decode(rms_norm(self.dtype, "final_norm")(x))
+
+  def _block_class(self):
+    if self.remat == "none":
+      return Block
+    return nn.remat(Block, policy=_REMAT_POLICIES[self.remat])
+
+
+def parameter_count(params: PyTree) -> int:
+  """Number of parameters in a tree of arrays or shapes, boxes included."""
+  return sum(leaf.size for leaf in jax.tree.leaves(params))

@@ -1,0 +1,1 @@
+"""Pure functions: no Flax, no parameters, no state."""

@@ -1,0 +1,27 @@
+"""L2 normalisation that is safe to differentiate at a zero vector."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
+
+from ldm_jax.typing import AnyArray
+
+# Below this length a vector is scaled by 1 / MIN_LENGTH instead of by its own length, so the
+# gradient never exceeds 500 (1 / length would be infinite at zero, and its naive gradient NaN).
+MIN_LENGTH = 2e-3
+
+
+def l2norm(x: Float[AnyArray, "*batch K"]) -> Float[AnyArray, "*batch K"]:
+  """Scales the last axis to length 1: x / max(‖x‖, 0.002).
+
+  A vector longer than 0.002 comes out with length 1; a zero vector stays zero.
+
+  Args:
+    x: [..., K], any float dtype.  The sum of squares is taken in at least float32.
+
+  Returns:
+    [..., K] in the dtype of `x`.  Gradients are finite everywhere and at most 500 in size.
+  """
+  wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  squared = jnp.sum(wide * wide, axis=-1, keepdims=True)
+  return (wide * jax.lax.rsqrt(jnp.maximum(squared, MIN_LENGTH**2))).astype(x.dtype)

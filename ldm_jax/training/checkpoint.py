@@ -1,0 +1,92 @@
+"""Saving and restoring runs with orbax: asynchronous, newest K kept, damaged ones skipped."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from ldm_jax.errors import TrainingError
+from ldm_jax.training.step import TrainState
+from ldm_jax.typing import PathLike
+
+logging.getLogger("absl").setLevel(logging.ERROR)  # orbax logs every file it touches
+
+
+class Checkpointer:
+  """The checkpoints of one run, in `workdir/checkpoints`, by finished steps.
+
+  Beside the train state each holds a small JSON record of what lives on the host.
+  """
+
+  def __init__(self, workdir: PathLike, keep: int):
+    """Opens the folder, creating it if need be; `keep` newest checkpoints survive a save."""
+    self.directory = epath.Path(workdir).resolve() / "checkpoints"
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+    self._manager = ocp.CheckpointManager(self.directory, options=options)
+
+  def steps(self) -> list[int]:
+    """Steps on disk, oldest first."""
+    return sorted(self._manager.all_steps())
+
+  def save(self, state: TrainState, record: Mapping[str, Any]) -> None:
+    """Starts saving; arrays are copied before this returns, so the state may be donated.
+
+    Does nothing for a step that is already on disk: rewriting it could lose both.
+
+    Raises:
+      TrainingError: if the folder cannot be written.
+    """
+    step = int(state.step)
+    if step in self._manager.all_steps():
+      return
+    items = ocp.args.Composite(
+      state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(dict(record))
+    )
+    self._guard(lambda: self._manager.save(step, args=items))
+
+  def restore_newest(self, abstract: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
+    """The newest checkpoint that loads, or None if there is none at all.
+
+    Those that do not load are reported and left alone.
+
+    Args:
+      abstract: shapes, dtypes and shardings to restore into.
+
+    Raises:
+      TrainingError: if there are checkpoints and none of them loads.
+    """
+    steps = self.steps()
+    items = ocp.args.Composite(
+      state=ocp.args.StandardRestore(abstract), record=ocp.args.JsonRestore()
+    )
+    for step in reversed(steps):
+      try:
+        restored = self._manager.restore(step, args=items)
+        return restored["state"], restored["record"]
+      except Exception as error:  # orbax raises many kinds; any of them means "not this one"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        print(f"checkpoint {step} in {self.directory} does not load, skipping it: {reason}")
+    if steps:
+      raise TrainingError(f"none of the checkpoints {steps} in {self.directory} loads")
+    return None
+
+  def wait(self) -> None:
+    """Blocks until every save is durable.
+
+    Raises:
+      TrainingError: if a save failed.
+    """
+    self._guard(self._manager.wait_until_finished)
+
+  def close(self) -> None:
+    """Waits for saves and frees the manager's threads."""
+    self.wait()
+    self._manager.close()
+
+  def _guard(self, action):
+    try:
+      action()
+    except Exception as error:
+      raise TrainingError(f"saving a checkpoint in {self.directory} failed: {error}") from error

@@ -1,0 +1,299 @@
+"""The training loop: dispatch step n, then report step n − 1, so the device never waits."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from ldm_jax.config import Config
+from ldm_jax.data import Batch, Dataset, load_dataset
+from ldm_jax.errors import InputError, TrainingError
+from ldm_jax.evaluate import evaluate
+from ldm_jax.generate import sample
+from ldm_jax.model import parameter_count
+from ldm_jax.sharding import check_divisible, make_mesh, partition_spec
+from ldm_jax.training.checkpoint import Checkpointer
+from ldm_jax.training.metrics import MetricsWriter, Progress, Throughput, batch_hash
+from ldm_jax.training.optimizer import learning_rate_schedule
+from ldm_jax.training.signals import STOPPED_EXIT_CODE, StopRequest
+from ldm_jax.training.step import (
+  StepMetrics,
+  TrainState,
+  abstract_state,
+  compiler_options,
+  init_state,
+  make_eval_step,
+  make_model,
+  make_train_step,
+)
+from ldm_jax.training.workdir import open_workdir
+from ldm_jax.typing import PathLike, PyTree
+
+_SAMPLE_PROMPT = "def "
+
+
+def train(config: Config, workdir: PathLike) -> int:
+  """Trains what `config` describes in `workdir`, from its newest checkpoint if it has one.
+
+  Returns:
+    The exit code: 0 when the last step is reached and saved, 75 when a signal stopped the run and
+    its state is saved.
+
+  Raises:
+    InputError: before any work, if config, data or workdir cannot be used.
+    TrainingError: if the loss stops being finite or a checkpoint cannot be written.
+  """
+  with StopRequest() as stop:
+    config.validate()
+    mesh = make_mesh(config.mesh)
+    check_divisible(config, mesh)
+    run = _open_run(config, workdir, mesh)
+    with jax.set_mesh(mesh):
+      finished = _train_steps(run, stop)
+    run.close()
+    if not finished:
+      print(
+        f"stopped by {stop.signal.name} after step {int(run.state.step)}, state saved in "
+        f"{workdir}; the same command resumes"
+      )
+      return STOPPED_EXIT_CODE
+    _show_sample(run)
+  return 0
+
+
+@dataclasses.dataclass
+class _Run:
+  """What the loop works on."""
+
+  config: Config
+  mesh: Mesh
+  dataset: Dataset
+  checkpointer: Checkpointer
+  writer: MetricsWriter
+  progress: Progress
+  state: TrainState
+  tokens: int
+  workdir: Path
+
+  def save(self):
+    """Starts a checkpoint of the current state, which must be finite."""
+    if int(self.state.step) in self.checkpointer.steps():
+      return
+    if not _all_finite(self.state):
+      raise TrainingError(
+        f"step {int(self.state.step)} left parameters or moments that are not finite; not saved. "
+        + _last_good(self)
+      )
+    record = {"tokens": self.tokens, "data_fingerprint": self.dataset.fingerprint}
+    self.checkpointer.save(self.state, record)
+
+  def close(self):
+    self.progress.close()
+    self.checkpointer.close()
+    self.writer.close()
+
+
+def _open_run(config, workdir, mesh):
+  """Everything up to the first compilation: workdir, data, fresh or restored state."""
+  workdir = Path(workdir)
+  resuming = (workdir / "checkpoints").is_dir() and any((workdir / "checkpoints").iterdir())
+  notes = open_workdir(workdir, config, resuming)
+  dataset = load_dataset(config)
+  checkpointer = Checkpointer(workdir, config.train.keep)
+  restored = checkpointer.restore_newest(abstract_state(config, mesh))
+  if restored is None:
+    state, record = init_state(config, mesh), {"tokens": 0}
+  else:
+    state, record = restored
+    if record["data_fingerprint"] != dataset.fingerprint:
+      raise InputError(
+        f"{workdir} was trained on other data (fingerprint {record['data_fingerprint']}, now "
+        f"{dataset.fingerprint}): run it with the same data and Python version, or choose another "
+        "--workdir"
+      )
+  step = int(state.step)
+  progress = Progress(config.train.steps, step)
+  for line in (*notes, *_summary(config, mesh, dataset, state)):
+    progress.say(line)
+  if restored is not None:
+    progress.say(f"resuming {workdir} after step {step}")
+  writer = MetricsWriter(workdir, step)
+  return _Run(
+    config, mesh, dataset, checkpointer, writer, progress, state, record["tokens"], workdir
+  )
+
+
+def _summary(config, mesh, dataset, state):
+  model, rows = config.model, dataset.train_rows
+  epochs = config.train.steps * config.data.batch_size / len(rows)
+  shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+  yield (
+    f"model: {model.mixer.kind}, {parameter_count(state.params):,} parameters, "
+    f"{model.blocks} blocks of width {model.width}"
+  )
+  yield (
+    f"data: {config.data.source}, {rows.pairs:,} training and {dataset.held_out_rows.pairs:,} "
+    f"held-out tokens; {config.train.steps} steps are {epochs:.2f} epochs"
+  )
+  yield f"devices: {mesh.size} x {mesh.devices.flat[0].device_kind}" + (
+    f" ({shape})" if shape else ""
+  )
+
+
+def _train_steps(run: _Run, stop: StopRequest) -> bool:
+  """Runs the remaining steps; returns whether all are done (False: stopped and saved)."""
+  config, first = run.config.train, int(run.state.step)
+  eval_step = jax.jit(make_eval_step(run.config), compiler_options=compiler_options())
+  _evaluate_if_due(run, first, eval_step, stop)
+  if first >= config.steps:
+    run.progress.say(f"nothing left to train: {run.workdir} is at step {first} of {config.steps}")
+    return True
+  if stop:
+    run.save()
+    return False
+
+  train_step = _compile(run)
+  throughput, pending = Throughput(), None
+  for step in range(first, config.steps):
+    batch = run.dataset.train_batch(step)
+    run.state, metrics = train_step(run.state, _put(run.mesh, batch))
+    if pending:
+      _report(run, throughput, *pending)
+    pending = (step + 1, metrics, batch)
+    done = step + 1
+    evaluating = _due(done, config.eval_every, config.steps)
+    if not (evaluating or stop or _due(done, config.checkpoint_every, config.steps)):
+      continue
+    _report(run, throughput, *pending)
+    pending, since = None, time.perf_counter()
+    _evaluate_if_due(run, done, eval_step, stop)
+    run.save()
+    if stop:
+      return done == config.steps
+    throughput.skip(time.perf_counter() - since)
+    run.progress.skip(time.perf_counter() - since)
+  return True
+
+
+def _due(step, every, last):
+  return step > 0 and (step % every == 0 or step == last)
+
+
+def _compile(run: _Run) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+  """Compiles the step ahead of time: one program, the state donated, shapes fixed."""
+  start = time.perf_counter()
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, run.state)
+  step = jax.jit(
+    make_train_step(run.config),
+    donate_argnums=0,
+    out_shardings=(shardings, None),
+    compiler_options=compiler_options(),
+  )
+  compiled = step.lower(run.state, _put(run.mesh, run.dataset.train_batch(0))).compile()
+  run.progress.say(f"compiled the train step in {time.perf_counter() - start:.1f} s")
+  run.progress.skip(time.perf_counter() - start)
+  return compiled
+
+
+def _put(mesh: Mesh, batch: Batch) -> Batch:
+  return jax.device_put(batch, NamedSharding(mesh, partition_spec(("batch", "sequence"))))
+
+
+def _report(run, throughput, step, metrics, batch):
+  """Takes a finished step's numbers off the device; stops the run if they are not finite."""
+  metrics = jax.device_get(metrics)
+  _check_finite(run, step, metrics)
+  run.tokens += int(metrics.tokens)
+  throughput.add(int(metrics.tokens))
+  rate = None
+  if _due(step, run.config.train.log_every, run.config.train.steps):
+    rate = throughput.take()
+    schedule = learning_rate_schedule(run.config.optimizer, run.config.train.steps)
+    values = {
+      "loss": float(metrics.loss),
+      "grad_norm": float(metrics.grad_norm),
+      "learning_rate": float(schedule(step - 1)),
+      "tokens": run.tokens,
+      "tokens_per_second": rate,
+      "batch_hash": batch_hash(batch.tokens),
+    }
+    run.writer.write(step, "train", values)
+  run.progress.step(step, float(metrics.loss), rate)
+
+
+def _check_finite(run, step, metrics):
+  if np.isfinite(metrics.loss) and np.isfinite(metrics.grad_norm):
+    return
+  paths = [
+    jax.tree_util.keystr(path, simple=True, separator="/")
+    for path, _ in jax.tree_util.tree_leaves_with_path(run.state.params)
+  ]
+  bad = [
+    path for path, norm in zip(paths, metrics.leaf_norms, strict=True) if not np.isfinite(norm)
+  ]
+  where = (
+    f"first bad gradient: {bad[0]} ({len(bad)} of {len(paths)})" if bad else "gradients finite"
+  )
+  raise TrainingError(
+    f"step {step}: loss {metrics.loss}, gradient norm {metrics.grad_norm}; {where}. "
+    + _last_good(run)
+  )
+
+
+def _last_good(run):
+  run.progress.close()
+  run.checkpointer.close()
+  steps = run.checkpointer.steps()
+  kept = f"The last good checkpoint is step {steps[-1]}" if steps else "No checkpoint was saved yet"
+  return (
+    f"{kept} in {run.workdir}. Lower optimizer.learning_rate or optimizer.clip_norm, or raise "
+    "optimizer.warmup_steps, in a new workdir"
+  )
+
+
+def _evaluate_if_due(run, step, eval_step, stop):
+  """Evaluates once per due step, also when an earlier process was stopped before it could."""
+  config = run.config.train
+  if not _due(step, config.eval_every, config.steps) or run.writer.has(step, "eval"):
+    return
+  batches = run.dataset.held_out_batches(config.eval_batches)
+  result = evaluate(
+    lambda batch: eval_step(run.state.params, _put(run.mesh, batch)),
+    batches,
+    run.dataset.tokenizer.boundary,
+    stop,
+  )
+  if result is None:
+    return
+  run.writer.write(step, "eval", result)
+  run.progress.say(
+    f"step {step}  held-out loss {result['loss']:.4f} nats per token, "
+    f"{result['bits_per_byte']:.3f} bits per byte"
+  )
+
+
+@jax.jit
+def _all_finite(tree: PyTree) -> Any:
+  floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+  return jnp.stack([jnp.isfinite(leaf).all() for leaf in floats]).all()
+
+
+def _show_sample(run: _Run) -> None:
+  length = run.config.train.sample_tokens
+  if not length:
+    return
+  text = sample(
+    make_model(run.config),
+    run.state.params,
+    run.dataset.tokenizer,
+    _SAMPLE_PROMPT,
+    length,
+    seed=run.config.train.seed,
+  )
+  print(f"--- a sample at temperature 0.8 ---\n{text}\n---")

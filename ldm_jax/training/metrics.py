@@ -1,0 +1,160 @@
+"""Where numbers go: metrics.jsonl, TensorBoard, and a progress line for the person watching."""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorboardX
+import tqdm
+
+from ldm_jax.errors import InputError
+from ldm_jax.typing import PathLike
+
+
+class MetricsWriter:
+  """Appends to `workdir/metrics.jsonl` and TensorBoard; a resume leaves no duplicates."""
+
+  def __init__(self, workdir: PathLike, resumed_step: int):
+    """Opens both, dropping lines of steps after `resumed_step`: those steps will run again.
+
+    Raises:
+      InputError: if the folder or the file cannot be written.
+    """
+    path = Path(workdir) / "metrics.jsonl"
+    try:
+      kept = _keep_lines_up_to(path, resumed_step)
+      self._file = path.open("a", encoding="utf-8")
+    except OSError as error:
+      raise InputError(f"cannot write {path}: {error.strerror}") from error
+    self._written = {(line["step"], line["split"]) for line in kept}
+    # TensorBoard hides events from purge_step on that an earlier writer left.
+    self._events = tensorboardX.SummaryWriter(str(workdir), purge_step=resumed_step + 1)
+
+  def has(self, step: int, split: str) -> bool:
+    """Whether a line for this step and split is there, also from before a resume."""
+    return (step, split) in self._written
+
+  def write(self, step: int, split: str, values: dict[str, Any]) -> None:
+    """One line of JSON, and one scalar for each number.
+
+    Args:
+      step: finished optimizer steps.
+      split: "train" or "eval".
+      values: names to numbers (or strings, which go to the JSON only).
+    """
+    self._file.write(json.dumps({"step": step, "split": split, **values}) + "\n")
+    self._file.flush()
+    self._written.add((step, split))
+    for name, value in values.items():
+      if not isinstance(value, str):
+        self._events.add_scalar(f"{split}/{name}", value, step)
+
+  def close(self) -> None:
+    """Flushes and closes both."""
+    self._file.close()
+    self._events.close()
+
+
+def _keep_lines_up_to(path, step):
+  """Rewrites the file without later lines and without one cut short by a kill; returns the rest."""
+  if not path.exists():
+    return []
+  kept = [line for line in map(_parse, path.read_text("utf-8").splitlines()) if line]
+  kept = [line for line in kept if line["step"] <= step]
+  temporary = path.with_suffix(".tmp")
+  temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
+  os.replace(temporary, path)
+  return kept
+
+
+def _parse(line):
+  try:
+    return json.loads(line)
+  except json.JSONDecodeError:
+    return None
+
+
+def batch_hash(tokens: np.ndarray) -> str:
+  """Names a batch by its token ids: 16 hex digits."""
+  return hashlib.blake2b(np.ascontiguousarray(tokens).tobytes(), digest_size=8).hexdigest()
+
+
+class Throughput:
+  """Tokens per second of finished work: count tokens when a step's results are on the host."""
+
+  def __init__(self):
+    self._tokens = 0
+    self._since = time.perf_counter()
+
+  def add(self, tokens: int) -> None:
+    """Counts the real targets of a finished step."""
+    self._tokens += tokens
+
+  def skip(self, seconds: float) -> None:
+    """Leaves time out that was not training, such as an evaluation."""
+    self._since += seconds
+
+  def take(self) -> float:
+    """Tokens per second since the last call."""
+    now = time.perf_counter()
+    rate = self._tokens / max(now - self._since, 1e-9)
+    self._tokens, self._since = 0, now
+    return rate
+
+
+class Progress:
+  """Step, loss, tokens/s and time left: a live line on a terminal, plain lines elsewhere."""
+
+  def __init__(self, steps: int, done: int):
+    """Starts at `done` of `steps`."""
+    self._steps, self._done, self._start = steps, done, time.perf_counter()
+    self._first, self._skipped = done, 0.0
+    self._bar = None
+    if sys.stdout.isatty():
+      self._bar = tqdm.tqdm(
+        total=steps,
+        initial=done,
+        file=sys.stdout,
+        dynamic_ncols=True,
+        bar_format="step {n_fmt}/{total_fmt} |{bar}|{postfix}",
+      )
+
+  def step(self, done: int, loss: float, rate: float | None) -> None:
+    """Reports a finished step; `rate` (tokens/s) is None except at a logged step."""
+    self._done = done
+    if rate is None:
+      if self._bar is not None:
+        self._bar.update(done - self._bar.n)
+      return
+    text = f"loss {loss:.4f}  {rate:,.0f} tokens/s  {self._time_left()} left"
+    if self._bar is None:
+      print(f"step {done}/{self._steps}  {text}", flush=True)
+    else:
+      self._bar.set_postfix_str(text, refresh=False)
+      self._bar.update(done - self._bar.n)
+
+  def say(self, text: str) -> None:
+    """Prints a line without breaking the bar."""
+    if self._bar is None:
+      print(text, flush=True)
+    else:
+      self._bar.write(text)
+
+  def skip(self, seconds: float) -> None:
+    """Leaves time out of the estimate that was not training."""
+    self._skipped += seconds
+
+  def close(self) -> None:
+    """Ends the live line."""
+    if self._bar is not None:
+      self._bar.close()
+
+  def _time_left(self):
+    spent = time.perf_counter() - self._start - self._skipped
+    done = max(self._done - self._first, 1)
+    return tqdm.tqdm.format_interval(spent / done * (self._steps - self._done))

@@ -1,0 +1,72 @@
+"""The workdir of a run: its saved config, and what may change between a stop and a resume."""
+
+from pathlib import Path
+
+from ldm_jax.config import Config, flatten, from_json, to_json
+from ldm_jax.errors import InputError
+from ldm_jax.typing import PathLike
+
+# Settings that change neither the model, nor the data, nor what a step computes.
+_FREE = {
+  "train.log_every",
+  "train.eval_every",
+  "train.eval_batches",
+  "train.checkpoint_every",
+  "train.keep",
+  "train.accumulate",
+  "train.remat",
+  "train.sample_tokens",
+  "mesh.data",
+  "mesh.fsdp",
+  "mesh.tensor",
+  "mesh.sequence",
+}
+# train.steps may change too, to train longer, but the learning rate then follows another cosine.
+_ANNOUNCED = {"train.steps"}
+
+
+def open_workdir(workdir: PathLike, config: Config, resuming: bool) -> list[str]:
+  """Creates the folder, or checks that `config` continues the run in it; then saves the config.
+
+  Args:
+    workdir: folder of the run.
+    config: what this command asks for.
+    resuming: whether the folder has checkpoints; without any, a new config simply replaces the old.
+
+  Returns:
+    Notes for the user about changes that are allowed but matter.
+
+  Raises:
+    InputError: if the folder cannot be used, or naming each setting that differs from the run's.
+  """
+  path = Path(workdir) / "config.json"
+  notes = _check_same_run(path, config) if resuming and path.exists() else []
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(to_json(config), "utf-8")
+    temporary.replace(path)
+  except OSError as error:
+    raise InputError(f"workdir {workdir}: cannot write {path}: {error.strerror}") from error
+  return notes
+
+
+def _check_same_run(path, config):
+  try:
+    saved = flatten(from_json(path.read_text("utf-8")))
+  except (InputError, OSError, UnicodeDecodeError) as error:
+    raise InputError(f"{path}: {error}; restore the file or choose another --workdir") from error
+  wanted = flatten(config)
+  changed = {key for key in wanted if wanted[key] != saved[key]}
+  refused = sorted(changed - _FREE - _ANNOUNCED)
+  if refused:
+    lines = ", ".join(f"{key} was {saved[key]} and is now {wanted[key]}" for key in refused)
+    raise InputError(
+      f"{path.parent} holds a run with other settings: {lines}. "
+      "Use the same settings to resume it, or another --workdir for a new run"
+    )
+  return [
+    f"note: {key} changed from {saved[key]} to {wanted[key]}; "
+    "the learning rate now follows the schedule of the new length"
+    for key in sorted(changed & _ANNOUNCED)
+  ]

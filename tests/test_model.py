@@ -1,0 +1,208 @@
+"""The whole network: PreLN at the start, causal, documents apart, remat, presets of every size."""
+
+import dataclasses
+import functools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ldm_jax import TransformerLM, load_config
+from ldm_jax.layers import rotary
+from ldm_jax.mixers import make_mixer
+from ldm_jax.model import parameter_count
+from ldm_jax.training.step import compiler_options
+from tests.rig import ROOT, tiny_config, with_mixer, with_model
+
+VARIANTS = {
+  "preln": tiny_config("preln"),
+  "rls": with_mixer(tiny_config(), gain_init=0.5),
+  "delta": with_mixer(tiny_config(), gain_init=0.5, rule="delta"),
+  "outer": with_mixer(tiny_config(), gain_init=0.5, rule="outer"),
+}
+every_variant = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 257, (2, 12)), jnp.int32)
+
+
+def make(config, **settings):
+  model = TransformerLM(config.model, **settings)
+  return model, nn.unbox(jax.jit(model.init)(jax.random.key(0), TOKENS)["params"])
+
+
+def without_mixers(params):
+  if not isinstance(params, dict):
+    return params
+  return {
+    name: without_mixers(value) for name, value in params.items() if not name.endswith("_mixer")
+  }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rule", ["rls", "delta", "outer"])
+def test_gain_zero_gives_the_logits_of_preln_to_the_bit(rule, dtype):
+  model, params = make(with_mixer(tiny_config(), rule=rule), dtype=jnp.dtype(dtype))
+  plain = TransformerLM(tiny_config("preln").model, dtype=jnp.dtype(dtype))
+  plain_params = without_mixers(params)
+  assert parameter_count(plain_params) < parameter_count(params)
+  # In bfloat16 a compiler may keep more bits than a value's dtype has, differently in each program.
+  jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+  np.testing.assert_array_equal(
+    jit(model.apply)({"params": params}, TOKENS), jit(plain.apply)({"params": plain_params}, TOKENS)
+  )
+  if dtype == "float32":
+    np.testing.assert_array_equal(
+      jax.jit(model.apply)({"params": params}, TOKENS),
+      jax.jit(plain.apply)({"params": plain_params}, TOKENS),
+    )
+
+
+@every_variant
+def test_no_logit_depends_on_a_later_token(config):
+  model, params = make(config)
+  vocab = model.config.padded_vocab_size
+  onehot = jax.nn.one_hot(TOKENS, vocab)
+
+  def logits(onehot):  # differentiable in the tokens: embed by a matrix product
+    tokens = jax.lax.stop_gradient(jnp.argmax(onehot, -1))
+    embedding = params["embedder"]["embedding"]
+    shift = (onehot - jax.lax.stop_gradient(onehot)) @ embedding
+    streams = lambda module, x: x + shift
+    with nn.intercept_methods(_after_encode(streams)):
+      return model.apply({"params": params}, tokens)
+
+  position = 6
+  grad = jax.grad(lambda x: jnp.sum(jnp.sin(logits(x)[:, position, :257])))(onehot)
+  size = jnp.abs(grad).sum(axis=(0, 2))
+  assert (size[: position + 1] > 0).all()
+  np.testing.assert_array_equal(size[position + 1 :], 0)
+
+
+def _after_encode(change):
+  def interceptor(next_method, args, kwargs, context):
+    out = next_method(*args, **kwargs)
+    return change(context.module, out) if context.method_name == "encode" else out
+
+  return interceptor
+
+
+@every_variant
+def test_packed_documents_do_not_see_each_other(config):
+  model, params = make(config)
+  segments = jnp.where(jnp.arange(12) < 5, 1, 2)[None].repeat(2, 0)
+  positions = jnp.where(jnp.arange(12) < 5, jnp.arange(12), jnp.arange(12) - 5)[None].repeat(2, 0)
+  apply = jax.jit(lambda tokens: model.apply({"params": params}, tokens, positions, segments))
+  logits, changed = apply(TOKENS), apply(TOKENS.at[:, 2].add(1))
+  np.testing.assert_array_equal(logits[:, 5:], changed[:, 5:])
+  assert (logits[:, 2:5] != changed[:, 2:5]).any()
+  alone = model.apply({"params": params}, TOKENS[:, 5:])
+  np.testing.assert_allclose(logits[:, 5:], alone, rtol=1e-4, atol=1e-5)
+
+
+@every_variant
+def test_padding_ids_are_masked_and_tied_embeddings_share_one_matrix(config):
+  model, params = make(config)
+  logits = model.apply({"params": params}, TOKENS)
+  chex.assert_shape(logits, (2, 12, 384))
+  assert logits.dtype == jnp.float32
+  np.testing.assert_array_equal(jax.nn.softmax(logits)[..., 257:], 0)
+  _, tied = make(with_model(config, tie_embeddings=True))
+  assert parameter_count(params) - parameter_count(tied) == 384 * 32
+
+
+@pytest.mark.parametrize("kind", ["preln", "rls"])
+def test_remat_changes_no_value_and_less_memory_is_kept(kind):
+  config = with_model(with_mixer(VARIANTS[kind], key_dim=2), blocks=4, mlp_width=512)
+  tokens = jnp.tile(TOKENS, (4, 8))
+  results, memory = {}, {}
+  for remat in ("none", "dots", "full"):
+    model, params = make(config, remat=remat)
+    loss = lambda p, model=model: jnp.mean(model.apply({"params": p}, tokens)[..., :257] ** 2)
+    step = jax.jit(jax.value_and_grad(loss), compiler_options=compiler_options())
+    compiled = step.lower(params).compile()
+    results[remat] = compiled(params)
+    memory[remat] = compiled.memory_analysis().temp_size_in_bytes
+  for remat in ("dots", "full"):
+    chex.assert_trees_all_close(results[remat], results["none"], rtol=1e-3, atol=1e-6)
+  assert memory["full"] < memory["dots"] < memory["none"]
+
+
+def test_grouped_query_attention_and_qk_norm_equal_their_expanded_form():
+  config = with_model(tiny_config(), kv_heads=2, qk_norm=True)
+  model, params = make(config)
+  assert params["block_0"]["attention"]["key"]["kernel"].shape == (32, 2, 8)
+  wide = jax.tree_util.tree_map_with_path(
+    lambda path, p: (
+      jnp.repeat(p, 2, axis=1) if path[-2].key in ("key", "value") and p.ndim == 3 else p
+    ),
+    params,
+  )
+  expanded = TransformerLM(with_model(config, kv_heads=4).model)
+  np.testing.assert_allclose(
+    model.apply({"params": params}, TOKENS),
+    expanded.apply({"params": wide}, TOKENS),
+    rtol=1e-4,
+    atol=1e-5,
+  )
+
+
+def test_rotary_phases_are_exact_at_far_positions_in_bfloat16():
+  x = jnp.ones((1, 1, 1, 8), jnp.bfloat16)
+  at = lambda position: rotary(x, jnp.full((1, 1), position), 10_000.0)[0, 0, 0]
+  phase = 1023 * 10_000.0 ** (-np.arange(4) / 4)
+  expected = np.concatenate([np.cos(phase) - np.sin(phase), np.cos(phase) + np.sin(phase)])
+  np.testing.assert_allclose(at(1023), expected, atol=2**-7)
+
+
+def test_rotary_scores_depend_on_distance_only():
+  q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
+  score = lambda i, j: jnp.sum(
+    rotary(q, jnp.full((1, 1), i), 100.0) * rotary(k, jnp.full((1, 1), j), 100.0)
+  )
+  np.testing.assert_allclose(score(5, 2), score(105, 102), rtol=1e-3)
+
+
+# Parameters: ldm about 411M and 1.44B; preln is the same without the mixers.
+PRESETS = {
+  "ldm_tiny": (1_460_480, 128, 8, 16),
+  "preln_tiny": (1_304_192, 128, None, None),
+  "ldm_400m": (418_000_000, 1024, 16, 64),
+  "preln_400m": (411_000_000, 1024, None, None),
+  "ldm_1_5b": (1_450_000_000, 2048, 16, 128),
+  "preln_1_5b": (1_440_000_000, 2048, None, None),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_the_stated_sizes_and_streams(name):
+  config = load_config(ROOT / "configs" / f"{name}.py")
+  count, width, groups, value_dim = PRESETS[name]
+  model = TransformerLM(config.model, jnp.dtype(config.train.compute_dtype), config.train.remat)
+  tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+  params = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens)["params"])
+  assert abs(parameter_count(params) - count) <= 0.005 * count, parameter_count(params)
+  chex.assert_trees_all_equal_dtypes(
+    params, jax.tree.map(lambda p: jnp.zeros((), "float32"), params)
+  )
+  x = jax.ShapeDtypeStruct((1, 8, width), model.dtype)
+  streams = jax.eval_shape(make_mixer(config.model.mixer, 0, model.dtype, "m").init_streams, x)
+  assert streams.x.shape == (1, 8, width)
+  if groups:
+    matrix = jax.eval_shape(lambda s: s.memory_matrix(), streams)
+    assert matrix.shape == (1, 8, groups, value_dim, 8)
+    assert streams.P.shape == (1, 8, groups, 8, 8)
+    assert streams.P.dtype == jnp.float32
+    assert matrix.dtype == jnp.dtype(config.model.mixer.memory_dtype)
+
+
+def test_presets_are_the_same_but_for_the_mixer():
+  for size in ("tiny", "400m", "1_5b"):
+    ldm, preln = (load_config(ROOT / "configs" / f"{kind}_{size}.py") for kind in ("ldm", "preln"))
+    assert preln.model.mixer.kind == "preln"
+    assert (
+      dataclasses.replace(preln, model=dataclasses.replace(preln.model, mixer=ldm.model.mixer))
+      == ldm
+    )
+    assert ldm.data.batch_size * ldm.data.sequence_length == (1024 if size == "tiny" else 2**20)
