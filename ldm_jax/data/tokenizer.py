@@ -1,6 +1,7 @@
 """The byte tokenizer: ids 0–255 are the bytes of UTF-8 text, 256 marks a document boundary."""
 
 from collections.abc import Iterable
+from typing import SupportsInt
 
 import numpy as np
 
@@ -16,6 +17,6 @@ class ByteTokenizer:
     data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
     return np.frombuffer(data, np.uint8).astype(np.uint16)
 
-  def decode(self, ids: Iterable[int]) -> str:
+  def decode(self, ids: Iterable[SupportsInt]) -> str:
     """Ids to text; boundary ids are dropped and broken UTF-8 shows as U+FFFD."""
     return bytes(int(i) for i in ids if i != self.boundary).decode("utf-8", "replace")

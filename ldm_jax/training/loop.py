@@ -54,9 +54,11 @@ def train(config: Config, workdir: PathLike) -> int:
     mesh = make_mesh(config.mesh)
     check_divisible(config, mesh)
     run = _open_run(config, workdir, mesh)
-    with jax.set_mesh(mesh):
-      finished = _train_steps(run, stop)
-    run.close()
+    try:
+      with jax.set_mesh(mesh):
+        finished = _train_steps(run, stop)
+    finally:
+      run.close()
     if not finished:
       print(
         f"stopped by {stop.signal.name} after step {int(run.state.step)}, state saved in "
@@ -95,8 +97,8 @@ class _Run:
 
   def close(self):
     self.progress.close()
-    self.checkpointer.close()
     self.writer.close()
+    self.checkpointer.close()
 
 
 def _open_run(config, workdir, mesh):
@@ -247,8 +249,7 @@ def _check_finite(run, step, metrics):
 
 
 def _last_good(run):
-  run.progress.close()
-  run.checkpointer.close()
+  run.checkpointer.wait()
   steps = run.checkpointer.steps()
   kept = f"The last good checkpoint is step {steps[-1]}" if steps else "No checkpoint was saved yet"
   return (

@@ -1,0 +1,81 @@
+"""One rules table: unknown names, double use and sizes that do not divide raise."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from ldm_jax.config import MeshConfig
+from ldm_jax.errors import InputError
+from ldm_jax.sharding import (
+  check_divisible,
+  constrain,
+  make_mesh,
+  mesh_shape,
+  partition_spec,
+  partitioned,
+)
+from tests.rig import tiny_config, with_mixer, with_model
+
+
+def test_names_map_to_mesh_axes():
+  assert partition_spec(("batch", "sequence", None)) == PartitionSpec(
+    ("data", "fsdp"), ("sequence",), None
+  )
+
+
+def test_unknown_and_doubly_used_axes_raise():
+  with pytest.raises(ValueError, match="unknown logical axis 'embde'"):
+    partition_spec(("embde",))
+  with pytest.raises(ValueError, match="unknown logical axis"):
+    partitioned(jax.nn.initializers.zeros, "embde")
+  with pytest.raises(ValueError, match="unknown logical axis"):
+    constrain(jnp.zeros(3), "bacth")
+  with pytest.raises(ValueError, match="twice"):
+    partition_spec(("heads", "mlp"))
+  with pytest.raises(ValueError, match="2 axis names"):
+    constrain(jnp.zeros(3), "batch", None)
+
+
+def test_mesh_sizes_resolve_or_are_refused():
+  assert mesh_shape(MeshConfig(), 8) == (8, 1, 1, 1)
+  assert mesh_shape(MeshConfig(data=2, fsdp=-1, tensor=2), 8) == (2, 2, 2, 1)
+  with pytest.raises(InputError, match="only one mesh axis can be -1"):
+    mesh_shape(MeshConfig(fsdp=-1), 8)
+  for bad in (MeshConfig(data=4), MeshConfig(fsdp=3)):
+    with pytest.raises(InputError, match="does not use the 8 devices"):
+      mesh_shape(bad, 8)
+
+
+@pytest.mark.parametrize(
+  ("mesh", "config", "message"),
+  [
+    ({"data": 8}, dataclasses.replace(tiny_config(accumulate=2)), "data.batch_size: 4 per accum"),
+    ({"data": 1, "tensor": 8}, with_mixer(tiny_config(), groups=8), "model.heads: 4"),
+    (
+      {"data": 1, "tensor": 8},
+      with_model(tiny_config("preln"), heads=8, kv_heads=4),
+      "kv_heads: 4",
+    ),
+    ({"data": 1, "tensor": 8}, with_model(tiny_config(), heads=8), "model.mixer.groups: 4"),
+    ({"data": 1, "fsdp": 8}, with_model(tiny_config(), width=36), "model.width: 36"),
+    ({"data": 1, "sequence": 8}, tiny_config(), None),
+  ],
+)
+def test_sizes_that_a_mesh_cannot_split_are_refused_by_name(mesh, config, message):
+  mesh = make_mesh(MeshConfig(**mesh))
+  if message is None:
+    check_divisible(config, mesh)
+    return
+  with pytest.raises(InputError, match=message):
+    check_divisible(config, mesh)
+
+
+def test_outside_our_mesh_a_constraint_changes_nothing():
+  x = jnp.ones((2, 3))
+  assert constrain(x, "batch", None) is x
+  foreign = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+  with jax.set_mesh(foreign):
+    assert constrain(x, "batch", None) is x

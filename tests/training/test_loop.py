@@ -1,0 +1,222 @@
+"""Runs end, stop, resume and fail as they say they do."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from ldm_jax.config import MeshConfig, OptimizerConfig, to_json
+from ldm_jax.data.pipeline import Dataset
+from ldm_jax.errors import InputError, TrainingError
+from ldm_jax.sharding import make_mesh
+from ldm_jax.training import loop
+from ldm_jax.training.checkpoint import Checkpointer
+from ldm_jax.training.step import abstract_state
+from tests.rig import ROOT, tiny_config
+
+
+def final_state(config, workdir):
+  mesh = make_mesh(config.mesh)
+  checkpointer = Checkpointer(workdir, 1)
+  state, record = checkpointer.restore_newest(abstract_state(config, mesh))
+  checkpointer.close()
+  return jax.device_get(state), record
+
+
+def trace(workdir):
+  lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+  return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+  """An undisturbed run of 6 steps."""
+  config, workdir = tiny_config(), tmp_path_factory.mktemp("straight")
+  assert loop.train(config, workdir) == 0
+  return config, workdir
+
+
+def test_a_run_leaves_config_metrics_events_and_checkpoints(straight):
+  config, workdir = straight
+  assert (workdir / "config.json").read_text() == to_json(config)
+  lines = trace(workdir)
+  train = [line for line in lines if line["split"] == "train"]
+  assert [line["step"] for line in train] == [1, 2, 3, 4, 5, 6]
+  for line in train:
+    assert {"loss", "grad_norm", "learning_rate", "tokens", "batch_hash"} < line.keys()
+    assert line["tokens"] == 8 * 32 * line["step"]
+    int(line["batch_hash"], 16)
+  assert len({line["batch_hash"] for line in train}) == 6
+  np.testing.assert_allclose([train[0]["learning_rate"], train[2]["learning_rate"]], [5e-3, 1e-2])
+  evaluations = [line for line in lines if line["split"] == "eval"]
+  assert [line["step"] for line in evaluations] == [3, 6]
+  assert all(line["bits_per_byte"] >= line["loss"] / np.log(2) for line in evaluations)
+  assert evaluations[-1]["loss"] < evaluations[0]["loss"] < np.log(257) + 0.1
+  assert list(workdir.glob("events.out.tfevents*"))
+  state, record = final_state(config, workdir)
+  assert state.step == 6
+  assert record["tokens"] == 8 * 32 * 6
+
+
+@pytest.mark.parametrize("stops", [(2,), (0, 3, 4)])
+def test_stopped_and_resumed_runs_end_at_the_same_parameters(
+  straight, stops, tmp_path, monkeypatch, capsys
+):
+  config, reference = straight
+  original = Dataset.train_batch
+  for number, stop in zip((signal.SIGTERM, signal.SIGINT, signal.SIGTERM), stops, strict=False):
+
+    def stop_there(self, step, stop=stop, number=number):
+      if step == stop:
+        os.kill(os.getpid(), number)
+      return original(self, step)
+
+    monkeypatch.setattr(Dataset, "train_batch", stop_there)
+    assert loop.train(config, tmp_path) == 75
+    assert f"stopped by {number.name} after step" in capsys.readouterr().out
+  monkeypatch.setattr(Dataset, "train_batch", original)
+  assert loop.train(config, tmp_path) == 0
+  assert trace(tmp_path) == trace(reference)
+  chex.assert_trees_all_equal(final_state(config, tmp_path), final_state(config, reference))
+
+
+def test_a_stop_during_evaluation_saves_and_the_evaluation_is_made_up_for(
+  straight, tmp_path, monkeypatch
+):
+  config, reference = straight
+  evaluate = loop.evaluate
+
+  def stop_there(*args):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return evaluate(*args)
+
+  monkeypatch.setattr(loop, "evaluate", stop_there)
+  assert loop.train(config, tmp_path) == 75
+  assert [line["split"] for line in trace(tmp_path)] == ["train"] * 3
+  monkeypatch.setattr(loop, "evaluate", evaluate)
+  assert loop.train(config, tmp_path) == 0
+  assert trace(tmp_path) == trace(reference)
+
+
+def test_lines_of_steps_that_run_again_are_replaced(straight, tmp_path):
+  config, reference = straight
+  shutil.copytree(reference, tmp_path / "run")
+  shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
+  with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+    file.write('{"step": 7, "split": "tr')
+  assert loop.train(config, tmp_path / "run") == 0
+  assert trace(tmp_path / "run") == trace(reference)
+
+
+def test_a_finished_run_does_nothing_and_says_so(straight, capsys):
+  config, workdir = straight
+  before = trace(workdir)
+  assert loop.train(config, workdir) == 0
+  assert "nothing left to train" in capsys.readouterr().out
+  assert trace(workdir) == before
+
+
+def test_damaged_checkpoints_are_skipped_by_name_and_kept(straight, tmp_path, capsys):
+  config, reference = straight
+  workdir = tmp_path / "run"
+  shutil.copytree(reference, workdir)
+  damaged = workdir / "checkpoints" / "6"
+  for path in sorted(damaged.rglob("*")):
+    if path.is_file() and path.name != "_CHECKPOINT_METADATA":
+      path.write_bytes(b"")
+  assert loop.train(config, workdir) == 0
+  out = capsys.readouterr().out
+  assert "checkpoint 6" in out
+  assert "does not load, skipping it" in out
+  assert "resuming" in out
+  assert damaged.exists()
+
+
+def test_other_settings_are_refused_by_name(straight, capsys):
+  config, workdir = straight
+  changed = dataclasses.replace(config, data=dataclasses.replace(config.data, seed=1))
+  with pytest.raises(InputError, match=r"data.seed was 0 and is now 1.*another --workdir"):
+    loop.train(changed, workdir)
+  assert (workdir / "config.json").read_text() == to_json(config)
+
+
+def test_other_data_are_refused(straight, monkeypatch):
+  config, workdir = straight
+  load = loop.load_dataset
+  monkeypatch.setattr(
+    loop, "load_dataset", lambda config: dataclasses.replace(load(config), fingerprint="other")
+  )
+  with pytest.raises(InputError, match="was trained on other data"):
+    loop.train(config, workdir)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(tmp_path):
+  config = tiny_config("preln", checkpoint_every=1)
+  config = dataclasses.replace(
+    config, optimizer=OptimizerConfig(learning_rate=1e25, warmup_steps=0, weight_decay=0.0)
+  )
+  with pytest.raises(
+    TrainingError,
+    match=r"step \d: .*first bad gradient: \w+.*"
+    r"last good checkpoint is step 1 in .*Lower optimizer.learning_rate",
+  ) as error:
+    loop.train(config, tmp_path)
+  state, _ = final_state(config, tmp_path)
+  assert state.step == 1
+  chex.assert_tree_all_finite(state)
+  assert "block_0" in str(error.value) or "embedder" in str(error.value)
+
+
+def test_an_unusable_workdir_is_refused(tmp_path):
+  (tmp_path / "file").write_text("x")
+  with pytest.raises(InputError, match="cannot write"):
+    loop.train(tiny_config(), tmp_path / "file")
+
+
+def test_saved_on_one_mesh_resumes_on_another(straight, tmp_path):
+  config, reference = straight
+  shutil.copytree(reference, tmp_path / "run")
+  shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
+  other = dataclasses.replace(config, mesh=MeshConfig(data=2, fsdp=2, tensor=2))
+  assert loop.train(other, tmp_path / "run") == 0
+  for line, expected in zip(trace(tmp_path / "run"), trace(reference), strict=True):
+    assert line["step"] == expected["step"]
+    np.testing.assert_allclose(line["loss"], expected["loss"], rtol=1e-5)
+
+
+def test_the_command_survives_a_real_interrupt(tmp_path):
+  """The process gets SIGINT while it trains; the same command ends the run."""
+  (tmp_path / "config.py").write_text(
+    "from ldm_jax.config import from_json\n"
+    f"def get_config():\n  return from_json({to_json(tiny_config('preln', steps=400))!r})\n"
+  )
+  workdir = tmp_path / "run"
+  environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+  command = [sys.executable, ROOT / "train.py", "--config", tmp_path / "config.py"]
+  command += ["--workdir", workdir, "--train.sample_tokens", "20"]
+  process = subprocess.Popen(
+    command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+  )
+  metrics = workdir / "metrics.jsonl"
+  deadline = time.monotonic() + 300
+  while not (metrics.exists() and metrics.stat().st_size > 1000) and time.monotonic() < deadline:
+    time.sleep(0.05)
+  process.send_signal(signal.SIGINT)
+  output = process.communicate(timeout=120)[0]
+  assert process.returncode == 75, output
+  assert "the same command resumes" in output
+  again = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+  assert again.returncode == 0, again.stderr
+  assert "resuming" in again.stdout
+  assert "a sample at temperature" in again.stdout
+  steps = [line["step"] for line in trace(workdir) if line["split"] == "train"]
+  assert steps == list(range(1, 401))

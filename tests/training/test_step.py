@@ -1,0 +1,232 @@
+"""The loss counts real targets only; the step is the same however the work is divided."""
+
+import dataclasses
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from ldm_jax.config import MeshConfig, OptimizerConfig
+from ldm_jax.data.packing import Batch, empty_rows
+from ldm_jax.sharding import make_mesh
+from ldm_jax.training.optimizer import decay_mask, learning_rate_schedule
+from ldm_jax.training.step import (
+  abstract_state,
+  init_state,
+  loss_sums,
+  make_eval_step,
+  make_init,
+  make_model,
+  make_train_step,
+)
+from tests.rig import tiny_config, with_mixer, with_model
+
+ONE_DEVICE = make_mesh(MeshConfig(), jax.devices()[:1])
+VARIANTS = {
+  "preln": tiny_config("preln"),
+  "rls": tiny_config(),
+  "delta": with_mixer(tiny_config(), rule="delta"),
+  "outer": with_mixer(tiny_config(), rule="outer"),
+  "memory_only": with_mixer(tiny_config(), readout="memory_only"),
+  "no_residual": with_mixer(tiny_config(), residual=False),
+}
+
+
+def random_batch(seed=0, rows=8, length=32, real=None):
+  """Random rows of which row r has real[r] targets."""
+  rng = np.random.default_rng(seed)
+  tokens, targets = rng.integers(0, 257, (2, rows, length)).astype(np.int32)
+  real = np.full(rows, length) if real is None else np.asarray(real)
+  mask = np.arange(length) < real[:, None]
+  positions = np.broadcast_to(np.arange(length, dtype=np.int32), mask.shape)
+  return Batch(tokens, targets, positions, mask.astype(np.int32), mask)
+
+
+def run_step(config, batch, mesh=ONE_DEVICE, steps=1):
+  step = jax.jit(make_train_step(config))
+  with jax.set_mesh(mesh):
+    state = init_state(config, mesh)
+    for _ in range(steps):
+      state, metrics = step(state, batch)
+  return jax.device_get((state, metrics))
+
+
+def test_loss_of_constant_logits_is_exact_and_ignores_padding_and_segment_numbers():
+  logits = jnp.zeros((2, 3, 128)).at[..., 100:].set(-1e9)
+  targets, mask = jnp.ones((2, 3), jnp.int32), jnp.array([[1, 1, 0], [0, 0, 0]], bool)
+  sums = loss_sums(logits, targets, mask)
+  assert sums.tokens == 2
+  np.testing.assert_allclose(sums.cross_entropy / sums.tokens, np.log(100), rtol=1e-6)
+  np.testing.assert_allclose(sums.squared_log_partition / 2, np.log(100) ** 2, rtol=1e-6)
+  poisoned = loss_sums(logits.at[1].set(jnp.nan), targets, mask)
+  chex.assert_trees_all_equal(poisoned, sums)
+
+
+def test_a_batch_of_padding_changes_nothing_but_the_step_and_the_decay():
+  config = dataclasses.replace(
+    tiny_config(), optimizer=OptimizerConfig(weight_decay=0.0, warmup_steps=0)
+  )
+  state, metrics = run_step(config, empty_rows(8, 32))
+  chex.assert_trees_all_equal(state.params, jax.device_get(init_state(config, ONE_DEVICE).params))
+  assert (metrics.loss, metrics.grad_norm, metrics.tokens) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+def test_every_parameter_moves_within_three_steps(config):
+  config = dataclasses.replace(
+    config, optimizer=OptimizerConfig(weight_decay=0.0, warmup_steps=0, learning_rate=1e-2)
+  )
+  batch = random_batch()
+  start = jax.device_get(init_state(config, ONE_DEVICE))
+  end, metrics = run_step(config, batch, steps=3)
+  assert np.isfinite(metrics.loss)
+  for (path, before), after in zip(
+    jax.tree_util.tree_leaves_with_path(start.params), jax.tree.leaves(end.params), strict=True
+  ):
+    assert (before != after).any(), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize(("kind", "z_loss"), [("preln", 0.0), ("ldm", 1e-2)])
+def test_accumulated_parts_weigh_their_real_tokens(kind, z_loss):
+  config = tiny_config(kind)
+  config = dataclasses.replace(
+    config, optimizer=dataclasses.replace(config.optimizer, z_loss=z_loss)
+  )
+  batch = random_batch(real=[32, 1, 1, 1, 8, 0, 3, 1])
+  whole = run_step(config, batch)
+  for parts in (2, 8):
+    train = dataclasses.replace(config.train, accumulate=parts)
+    split = run_step(dataclasses.replace(config, train=train), batch)
+    chex.assert_trees_all_close(split[1], whole[1], rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(
+      split[0].optimizer_state, whole[0].optimizer_state, rtol=1e-3, atol=1e-7
+    )
+
+
+def test_z_loss_and_clipping_change_the_step_but_not_the_reported_loss():
+  batch, plain = random_batch(), tiny_config("preln")
+  base = run_step(plain, batch)
+  for changes in ({"z_loss": 0.1}, {"clip_norm": 1e-3}):
+    config = dataclasses.replace(plain, optimizer=dataclasses.replace(plain.optimizer, **changes))
+    state, metrics = run_step(config, batch)
+    np.testing.assert_allclose(metrics.loss, base[1].loss, rtol=1e-6)
+    moved = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), state, base[0])
+    assert max(jax.tree.leaves(moved.optimizer_state)) > 1e-6
+
+
+@pytest.mark.parametrize("kind", ["preln", "ldm"])
+@pytest.mark.parametrize(
+  "mesh", [{}, {"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str
+)
+def test_eight_devices_compute_what_one_does(kind, mesh):
+  config = tiny_config(kind)
+  batch = random_batch(real=[32, 1, 5, 32, 8, 0, 3, 1])
+  meshes = (ONE_DEVICE, make_mesh(MeshConfig(**mesh)))
+  chex.assert_trees_all_equal(*(jax.device_get(init_state(config, m).params) for m in meshes))
+  alone, wide = (run_step(config, batch, m) for m in meshes)
+  chex.assert_trees_all_close(wide[1], alone[1], rtol=1e-5, atol=1e-6)
+  # The moments after one step are the gradients; the parameters are their signs, however small.
+  chex.assert_trees_all_close(
+    wide[0].optimizer_state, alone[0].optimizer_state, rtol=1e-4, atol=1e-7
+  )
+
+
+def test_parameters_are_really_split_and_stay_so():
+  mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+  config = tiny_config()
+  with jax.set_mesh(mesh):
+    state = init_state(config, mesh)
+  up = state.params["block_0"]["mlp"]["up"]["kernel"]
+  assert up.addressable_shards[0].data.shape == (32 // 4, 64 // 2)
+  moments = state.optimizer_state[1][0].mu["block_0"]["mlp"]["up"]["kernel"]
+  assert moments.sharding == up.sharding
+  shapes = abstract_state(config, mesh)
+  chex.assert_trees_all_equal_shapes_and_dtypes(shapes, state)
+  assert jax.tree.map(lambda x: x.sharding, shapes) == jax.tree.map(lambda x: x.sharding, state)
+
+
+def test_everything_trained_is_float32_also_with_bfloat16_compute():
+  config = tiny_config(compute_dtype="bfloat16")
+  state, metrics = run_step(config, random_batch())
+  for leaf in jax.tree.leaves(state):
+    assert leaf.dtype in (jnp.float32, jnp.int32)
+  wide = run_step(tiny_config(), random_batch())[1]
+  assert 0 < abs(metrics.loss - wide.loss) < 0.02
+
+
+def test_weight_decay_follows_the_role_of_a_parameter_not_its_rank():
+  config = with_model(tiny_config(), qk_norm=True)
+  params = nn.unbox(jax.eval_shape(make_init(config), jax.random.key(0))).params
+  mask = {
+    jax.tree_util.keystr(path, simple=True, separator="/"): decays
+    for path, decays in jax.tree_util.tree_leaves_with_path(decay_mask(params))
+  }
+  block = "block_1/attention_mixer"
+  assert mask["embedder/embedding"]
+  assert mask["block_0/attention/query/kernel"]
+  assert mask[f"{block}/write_controls/key_kernel"]
+  for name in (
+    "final_norm/scale",
+    "block_0/attention/query_norm/scale",
+    f"{block}/read_controls/gain",
+    f"{block}/read_controls/query_kernel",
+    f"{block}/read_controls/gate_kernel",
+    f"{block}/write_controls/forgetting",
+    f"{block}/write_controls/importance_kernel",
+    f"{block}/write_controls/latent/latent_bias",
+  ):
+    assert not mask[name]
+  with pytest.raises(ValueError, match="block/mystery has no weight-decay role"):
+    decay_mask({"block": {"mystery": jnp.zeros(3)}})
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 10, 200])
+def test_learning_rate_rises_to_the_peak_and_falls_to_the_final_fraction(warmup):
+  config = OptimizerConfig(learning_rate=1e-2, warmup_steps=warmup, final_fraction=0.1)
+  rates = np.array([learning_rate_schedule(config, 100)(step) for step in range(100)])
+  assert (rates > 0).all()
+  assert (np.diff(rates[:warmup]) > 0).all()
+  if warmup < 100:
+    np.testing.assert_allclose(rates[warmup], 1e-2, rtol=1e-5)
+    assert (np.diff(rates[warmup:]) < 0).all()
+    np.testing.assert_allclose(rates[-1], 1e-3, rtol=0.01)
+
+
+def test_evaluation_counts_padding_rows_for_nothing():
+  config = tiny_config()
+  batch = random_batch(rows=5)
+  params = init_state(config, ONE_DEVICE).params
+  step = jax.jit(make_eval_step(config))
+  padded = Batch(*(np.concatenate(p) for p in zip(batch, empty_rows(3, 32), strict=True)))
+  rows = [step(params, Batch(*(a[i : i + 1] for a in batch))) for i in range(5)]
+  total = jax.tree.map(lambda *x: sum(x), *rows)
+  chex.assert_trees_all_close(step(params, padded), total, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "remat"), [("preln", "none"), ("ldm", "none"), ("ldm", "full")])
+def test_a_model_overfits_one_batch_of_64_tokens(kind, remat):
+  config = tiny_config(kind, remat=remat, steps=200)
+  model, optimizer = make_model(config), optax.adam(1e-2)
+  tokens = jnp.asarray(np.random.default_rng(0).integers(0, 257, (2, 33)), jnp.int32)
+  params = nn.unbox(model.init(jax.random.key(0), tokens[:, :-1])["params"])
+
+  @jax.jit
+  def step(params, state):
+    def loss(p):
+      sums = loss_sums(
+        model.apply({"params": p}, tokens[:, :-1]), tokens[:, 1:], tokens[:, 1:] >= 0
+      )
+      return sums.cross_entropy / sums.tokens
+
+    value, grads = jax.value_and_grad(loss)(params)
+    updates, state = optimizer.update(grads, state)
+    return optax.apply_updates(params, updates), state, value
+
+  state = optimizer.init(params)
+  for _ in range(120):
+    params, state, value = step(params, state)
+  assert value < 0.05
