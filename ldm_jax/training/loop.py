@@ -2,35 +2,34 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from ldm_jax.config import Config
-from ldm_jax.data import Batch, Dataset, load_dataset
+from ldm_jax.data import Dataset, load_dataset
 from ldm_jax.errors import InputError, TrainingError
 from ldm_jax.evaluate import evaluate
 from ldm_jax.generate import sample
 from ldm_jax.model import parameter_count
-from ldm_jax.sharding import check_divisible, make_mesh, partition_spec
+from ldm_jax.sharding import check_divisible, make_mesh
 from ldm_jax.training.checkpoint import Checkpointer
 from ldm_jax.training.metrics import MetricsWriter, Progress, Throughput, batch_hash
 from ldm_jax.training.optimizer import learning_rate_schedule
 from ldm_jax.training.signals import STOPPED_EXIT_CODE, StopRequest
 from ldm_jax.training.step import (
-  StepMetrics,
   TrainState,
   abstract_state,
+  compile_train_step,
   compiler_options,
   init_state,
   make_eval_step,
   make_model,
-  make_train_step,
+  put_batch,
 )
 from ldm_jax.training.workdir import open_workdir
 from ldm_jax.typing import PathLike, PyTree
@@ -164,7 +163,7 @@ def _train_steps(run: _Run, stop: StopRequest) -> bool:
   throughput, pending = Throughput(), None
   for step in range(first, config.steps):
     batch = run.dataset.train_batch(step)
-    run.state, metrics = train_step(run.state, _put(run.mesh, batch))
+    run.state, metrics = train_step(run.state, put_batch(run.mesh, batch))
     if pending:
       _report(run, throughput, *pending)
     pending = (step + 1, metrics, batch)
@@ -187,24 +186,13 @@ def _due(step, every, last):
   return step > 0 and (step % every == 0 or step == last)
 
 
-def _compile(run: _Run) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
-  """Compiles the step ahead of time: one program, the state donated, shapes fixed."""
+def _compile(run: _Run) -> jax.stages.Compiled:
   start = time.perf_counter()
-  shardings = jax.tree.map(lambda leaf: leaf.sharding, run.state)
-  step = jax.jit(
-    make_train_step(run.config),
-    donate_argnums=0,
-    out_shardings=(shardings, None),
-    compiler_options=compiler_options(),
-  )
-  compiled = step.lower(run.state, _put(run.mesh, run.dataset.train_batch(0))).compile()
+  batch = put_batch(run.mesh, run.dataset.train_batch(0))
+  compiled = compile_train_step(run.config, run.state, batch)
   run.progress.say(f"compiled the train step in {time.perf_counter() - start:.1f} s")
   run.progress.skip(time.perf_counter() - start)
   return compiled
-
-
-def _put(mesh: Mesh, batch: Batch) -> Batch:
-  return jax.device_put(batch, NamedSharding(mesh, partition_spec(("batch", "sequence"))))
 
 
 def _report(run, throughput, step, metrics, batch):
@@ -265,7 +253,7 @@ def _evaluate_if_due(run, step, eval_step, stop):
     return
   batches = run.dataset.held_out_batches(config.eval_batches)
   result = evaluate(
-    lambda batch: eval_step(run.state.params, _put(run.mesh, batch)),
+    lambda batch: eval_step(run.state.params, put_batch(run.mesh, batch)),
     batches,
     run.dataset.tokenizer.boundary,
     stop,

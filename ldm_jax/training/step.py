@@ -8,12 +8,13 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
 from ldm_jax.config import Config
 from ldm_jax.data.packing import Batch
 from ldm_jax.model import TransformerLM
-from ldm_jax.sharding import constrain, parameter_shardings
+from ldm_jax.sharding import constrain, parameter_shardings, partition_spec
 from ldm_jax.training.optimizer import make_optimizer
 from ldm_jax.typing import MaskBT, PyTree, TokensBT
 
@@ -94,7 +95,7 @@ def make_init(config: Config) -> Callable[[jax.Array], Any]:
   return init
 
 
-def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> TrainState:
+def abstract_state(config: Config, mesh: Mesh) -> TrainState:
   """Shapes, dtypes and shardings of the train state, without computing any of it."""
   boxed = jax.eval_shape(make_init(config), jax.random.key(0))
   shardings = parameter_shardings(boxed, mesh)
@@ -105,7 +106,7 @@ def abstract_state(config: Config, mesh: jax.sharding.Mesh) -> TrainState:
   )
 
 
-def init_state(config: Config, mesh: jax.sharding.Mesh) -> TrainState:
+def init_state(config: Config, mesh: Mesh) -> TrainState:
   """A fresh train state, every array created where it will live."""
   shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, mesh))
   boxed = make_init(config)
@@ -162,6 +163,23 @@ def make_train_step(
     return TrainState(state.step + 1, params, optimizer_state), metrics
 
   return train_step
+
+
+def put_batch(mesh: Mesh, batch: Batch) -> Batch:
+  """Moves a batch [B, T] to the devices, split by `RULES`."""
+  return jax.device_put(batch, NamedSharding(mesh, partition_spec(("batch", "sequence"))))
+
+
+def compile_train_step(config: Config, state: TrainState, batch: Batch) -> jax.stages.Compiled:
+  """Compiles the step ahead of time: one program, the state donated, shapes and shardings fixed."""
+  shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+  step = jax.jit(
+    make_train_step(config),
+    donate_argnums=0,
+    out_shardings=(shardings, None),
+    compiler_options=compiler_options(),
+  )
+  return step.lower(state, batch).compile()
 
 
 def make_eval_step(config: Config) -> Callable[[PyTree, Batch], LossSums]:

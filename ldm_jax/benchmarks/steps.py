@@ -1,0 +1,99 @@
+"""Step time of one config against another, measured on this machine.
+
+    python -m ldm_jax.benchmarks.steps
+    python -m ldm_jax.benchmarks.steps --config configs/ldm_tiny.py --baseline configs/preln_tiny.py
+
+Both train steps are compiled as `train.py` compiles them and run in turn in one process, so that
+whatever else the machine does falls on both alike.  The ratio is that of the medians.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from ldm_jax.command_line import CONFIGS, run_command
+from ldm_jax.config import Config, load_config
+from ldm_jax.data.packing import Batch
+from ldm_jax.errors import InputError
+from ldm_jax.sharding import make_mesh
+from ldm_jax.training.step import compile_train_step, init_state, put_batch
+
+
+def main() -> int:
+  """Measures, prints a table or JSON, and returns the exit code."""
+  arguments = _parse()
+  if arguments.rounds < 1:
+    raise InputError(f"--rounds must be at least 1, got {arguments.rounds}")
+  runners = {
+    path.stem: _Runner(load_config(path)) for path in (arguments.baseline, arguments.config)
+  }
+  if len(runners) == 1:
+    raise InputError("--config and --baseline name the same file; choose two")
+  for _ in range(arguments.rounds):
+    for runner in runners.values():
+      runner.measure()
+  baseline, subject = runners.values()
+  result = {
+    "measured_on": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+    "rounds": arguments.rounds,
+    "seconds": {name: runner.median for name, runner in runners.items()},
+    "temporary_bytes": {name: runner.temporary_bytes for name, runner in runners.items()},
+    "ratio": subject.median / baseline.median,
+  }
+  print(json.dumps(result) if arguments.json else _table(result))
+  return 0
+
+
+class _Runner:
+  """One config's compiled step, its state, and the seconds of each call so far."""
+
+  def __init__(self, config: Config):
+    mesh = make_mesh(config.mesh)
+    shape = (config.data.batch_size, config.data.sequence_length)
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).astype(np.int32)
+    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    ones = np.ones(shape, np.int32)
+    with jax.set_mesh(mesh):
+      self._batch = put_batch(mesh, Batch(tokens, tokens, positions, ones, ones.astype(bool)))
+      self._state = init_state(config, mesh)
+      self._step = compile_train_step(config, self._state, self._batch)
+    self.temporary_bytes = self._step.memory_analysis().temp_size_in_bytes
+    self._seconds = []
+    self.measure()  # the first call also warms up
+    self._seconds.clear()
+
+  def measure(self) -> None:
+    start = time.perf_counter()
+    self._state, metrics = self._step(self._state, self._batch)
+    jax.block_until_ready((self._state, metrics))
+    self._seconds.append(time.perf_counter() - start)
+
+  @property
+  def median(self) -> float:
+    return statistics.median(self._seconds)
+
+
+def _table(result):
+  lines = [f"train steps measured on {result['measured_on']}, median of {result['rounds']}"]
+  for name, seconds in result["seconds"].items():
+    megabytes = result["temporary_bytes"][name] / 2**20
+    lines.append(f"  {name:<14} {seconds * 1e3:8.1f} ms   {megabytes:8.1f} MiB temporary")
+  return "\n".join([*lines, f"  ratio          {result['ratio']:8.2f}"])
+
+
+def _parse():
+  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+  parser.add_argument("--config", type=Path, default=CONFIGS / "ldm_tiny.py")
+  parser.add_argument("--baseline", type=Path, default=CONFIGS / "preln_tiny.py")
+  parser.add_argument("--rounds", type=int, default=20, help="timed steps of each (default 20)")
+  parser.add_argument("--json", action="store_true", help="print one JSON object")
+  return parser.parse_args()
+
+
+if __name__ == "__main__":
+  run_command(main)
