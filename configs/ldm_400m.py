@@ -1,4 +1,4 @@
-"""411M parameters, 24 blocks of width 1024, 1,048,576 tokens a step, 50B tokens in all.
+"""419M parameters (411M without the mixers), 24 blocks of width 1024, 1,048,576 tokens a step, 50B tokens in all.
 
     python train.py --config configs/ldm_400m.py --workdir RUN
 

