@@ -1,6 +1,8 @@
-"""1.45B parameters (1.44B without the mixers), 24 blocks of width 2048, 1,048,576 tokens a step, 100B tokens in all.
+"""1.45B parameters (1.44B without the mixers), 24 blocks of width 2048, 100B tokens in all.
 
-python train.py --config configs/ldm_1_5b.py --workdir RUN
+    python train.py --config configs/ldm_1_5b.py --workdir RUN
+
+A step is 1,048,576 tokens.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
-"""419M parameters (411M without the mixers), 24 blocks of width 1024, 1,048,576 tokens a step, 50B tokens in all.
+"""419M parameters (411M without the mixers), 24 blocks of width 1024, 50B tokens in all.
 
     python train.py --config configs/ldm_400m.py --workdir RUN
 
-The vocabulary is that of the GPT-NeoX tokenizer padded to 50,304; the only data source so far is
-the byte text of the standard library, which uses the first 257 of those ids.
+A step is 1,048,576 tokens.  The vocabulary is that of the GPT-NeoX tokenizer padded to 50,304; the
+only data source so far is the byte text of the standard library, which uses 257 of those ids.
 """
 
 from ldm_jax import Config, MixerConfig, ModelConfig

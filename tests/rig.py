@@ -18,7 +18,7 @@ def tiny_config(kind: str = "ldm", **train) -> Config:
     train=TrainConfig(
       **dict(
         dict(
-          steps=6, log_every=1, eval_every=3, eval_batches=2, checkpoint_every=3, sample_tokens=0
+          steps=6, log_every=1, eval_every=3, eval_batches=2, checkpoint_every=4, sample_tokens=0
         ),
         **train,
       )

@@ -25,21 +25,24 @@ class Checkpointer:
     self.directory = epath.Path(workdir).resolve() / "checkpoints"
     options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
     self._manager = ocp.CheckpointManager(self.directory, options=options)
+    self._damaged: set[int] = set()
 
   def steps(self) -> list[int]:
-    """Steps on disk, oldest first."""
-    return sorted(self._manager.all_steps())
+    """Steps on disk that are not known to be damaged, oldest first."""
+    return sorted(set(self._manager.all_steps()) - self._damaged)
 
   def save(self, state: TrainState, record: Mapping[str, Any]) -> None:
     """Starts saving; arrays are copied before this returns, so the state may be donated.
 
-    Does nothing for a step that is already on disk: rewriting it could lose both.
+    Does nothing for a step that is already on disk: rewriting it could lose both.  Checkpoints that
+    did not load are moved aside first, to `STEP.damaged`, where nothing deletes them.
 
     Raises:
       TrainingError: if the folder cannot be written.
     """
     step = int(state.step)
-    if step in self._manager.all_steps():
+    self._guard(self._move_damaged_aside)
+    if step in self.steps():
       return
     items = ocp.args.Composite(
       state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(dict(record))
@@ -67,6 +70,7 @@ class Checkpointer:
         return restored["state"], restored["record"]
       except Exception as error:  # orbax raises many kinds; any of them means "not this one"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        self._damaged.add(step)
         print(f"checkpoint {step} in {self.directory} does not load, skipping it: {reason}")
     if steps:
       raise TrainingError(f"none of the checkpoints {steps} in {self.directory} loads")
@@ -84,6 +88,16 @@ class Checkpointer:
     """Waits for saves and frees the manager's threads."""
     self.wait()
     self._manager.close()
+
+  def _move_damaged_aside(self):
+    for step in sorted(self._damaged):
+      target = self.directory / f"{step}.damaged"
+      while target.exists():
+        target = target.with_name(target.name + "+")
+      (self.directory / str(step)).rename(target)
+    if self._damaged:
+      self._damaged.clear()
+      self._manager.reload()
 
   def _guard(self, action):
     try:

@@ -138,7 +138,8 @@ def test_damaged_checkpoints_are_skipped_by_name_and_kept(straight, tmp_path, ca
   assert "checkpoint 6" in out
   assert "does not load, skipping it" in out
   assert "resuming" in out
-  assert damaged.exists()
+  assert (damaged.with_name("6.damaged")).exists()
+  chex.assert_trees_all_equal(final_state(config, workdir), final_state(config, reference))
 
 
 def test_other_settings_are_refused_by_name(straight, capsys):

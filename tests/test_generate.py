@@ -1,0 +1,40 @@
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from ldm_jax import TransformerLM
+from ldm_jax.data import ByteTokenizer
+from ldm_jax.generate import sample
+from tests.rig import tiny_config
+
+MODEL = TransformerLM(tiny_config("preln").model)
+PARAMS = nn.unbox(MODEL.init(jax.random.key(3), jnp.zeros((1, 4), jnp.int32))["params"])
+# Sharper logits than an untrained model has, so that choices are not ties.
+PARAMS["embedder"]["head_kernel"] = 50 * PARAMS["embedder"]["head_kernel"]
+
+
+def test_temperature_zero_takes_the_most_likely_token_each_time():
+  ids = [256, *b"ab"]
+  for _ in range(5):
+    logits = MODEL.apply({"params": PARAMS}, jnp.array([ids]))
+    ids.append(int(jnp.argmax(logits[0, -1])))
+  assert 256 not in ids[1:]
+  text = sample(MODEL, PARAMS, ByteTokenizer(), "ab", 5, temperature=0.0)
+  assert text == ByteTokenizer().decode(ids)
+
+
+def test_a_seed_gives_one_text_and_seeds_differ():
+  texts = [sample(MODEL, PARAMS, ByteTokenizer(), "", 8, 1.0, seed=seed) for seed in (0, 0, 1)]
+  assert texts[0] == texts[1] != texts[2]
+
+
+class Counting(TransformerLM):
+  """Predicts the next number, so 256, the boundary, comes after 255."""
+
+  def __call__(self, tokens):
+    return 1e3 * jax.nn.one_hot(tokens + 1, self.config.padded_vocab_size)
+
+
+def test_the_text_ends_at_a_document_boundary():
+  text = sample(Counting(MODEL.config), {}, ByteTokenizer(), "a", 200)
+  assert text == ByteTokenizer().decode(range(97, 256))
