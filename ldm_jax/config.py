@@ -42,13 +42,13 @@ class MixerConfig:
   latent_dim: int = 64
   """R: width of the two latents that queries and keys come from."""
   alpha: float = 1.0
-  """Inverse ridge strength: the inverse key covariance starts at alpha x identity."""
+  """Inverse ridge strength, at most 100 (rule rls): the covariance P starts at alpha x identity."""
   min_forgetting: float = 0.5
-  """Lower bound of the learned forgetting factors."""
+  """Lower bound of the learned forgetting factors (rule rls)."""
   forgetting_init: float = 0.98
-  """Forgetting factors at initialisation."""
+  """Forgetting factors at initialisation (rule rls)."""
   gain_init: float = 0.0
-  """Read gain at initialisation; 0 starts as PreLN."""
+  """Read gain at initialisation, 0 starts as PreLN (readout add)."""
   memory_dtype: Literal["float32", "bfloat16"] = "float32"
   """How the memory is carried between sublayers."""
   readout: Literal["add", "memory_only"] = "add"
@@ -113,7 +113,7 @@ class OptimizerConfig:
   learning_rate: float = 1e-3
   """Peak rate."""
   warmup_steps: int = 100
-  """Steps of linear warm-up."""
+  """Steps of linear warm-up; from train.steps on, the rate only rises."""
   final_fraction: float = 0.1
   """Rate at the last step, as a fraction of the peak."""
   weight_decay: float = 0.1
@@ -266,6 +266,8 @@ def from_json(text: str) -> Config:
   """
 
   def build(cls, values):
+    if not isinstance(values, dict):
+      raise InputError(f"{cls.__name__} must be a JSON object, got {values!r}")
     known = {field.name: field.type for field in dataclasses.fields(cls)}
     for name in values:
       if name not in known:

@@ -23,12 +23,19 @@ _RANGES = (
     lambda x: x >= 0,
     "at least 0",
     "optimizer.warmup_steps optimizer.weight_decay optimizer.z_loss train.eval_batches "
-    "train.sample_tokens data.seed train.seed",
+    "train.sample_tokens",
+  ),
+  (lambda x: 0 <= x < 2**31, "at least 0 and below 2147483648", "data.seed train.seed"),
+  (
+    # The forgetting bound of the depth memory starts at a mean eigenvalue of P of 1,024.
+    lambda x: 0 < x <= 100,
+    "above 0 and at most 100",
+    "model.mixer.alpha",
   ),
   (
     lambda x: x > 0,
     "positive",
-    "model.rope_theta model.mixer.alpha optimizer.learning_rate optimizer.clip_norm",
+    "model.rope_theta optimizer.learning_rate optimizer.clip_norm",
   ),
   (
     lambda x: 0 < x < 1,
@@ -123,7 +130,8 @@ def check_combinations(values: Mapping[str, Any]) -> None:
     divides("model.kv_heads", "model.heads")
   if values["model.mixer.kind"] == "ldm":
     divides("model.mixer.groups", "model.width")
-    if values["model.mixer.forgetting_init"] <= values["model.mixer.min_forgetting"]:
+    rls = values["model.mixer.rule"] == "rls"
+    if rls and values["model.mixer.forgetting_init"] <= values["model.mixer.min_forgetting"]:
       raise InputError(
         f"model.mixer.forgetting_init = {values['model.mixer.forgetting_init']} must be above "
         f"model.mixer.min_forgetting = {values['model.mixer.min_forgetting']}"

@@ -130,7 +130,9 @@ class Embedder(nn.Module):
 
   def encode(self, tokens: TokensBT) -> ActivationsBTD:
     """Looks tokens up: int [B, T] -> [B, T, D] in `dtype`."""
-    x = jnp.take(self.embedding.astype(self.dtype), tokens, axis=0)
+    # Gather, then cast: the gradient sums over a token's occurrences, which bfloat16 would stall at
+    # 256 of them.
+    x = jnp.take(self.embedding, tokens, axis=0).astype(self.dtype)
     return constrain(x, "batch", "sequence", "activation_embed")
 
   def decode(self, x: ActivationsBTD) -> Float[Array, "B T padded_vocab_size"]:

@@ -36,9 +36,11 @@ def test_every_config_file_is_valid_and_survives_json(path):
     ("--model.mixer.key-dim 0", "model.mixer.key_dim must be at least 1, got 0"),
     ("--model.mixer.min-forgetting 1.0", "min_forgetting must be between 0 and 1"),
     ("--model.mixer.min-forgetting 0.99", "forgetting_init = 0.98 must be above"),
-    ("--model.mixer.alpha 0", "model.mixer.alpha must be positive"),
+    ("--model.mixer.alpha 0", "model.mixer.alpha must be above 0"),
     ("--model.vocab-size 256", "too small for data.source = stdlib"),
     ("--train.accumulate 3", "train.accumulate = 3 does not divide data.batch_size = 8"),
+    ("--model.mixer.alpha 2000", "model.mixer.alpha must be above 0 and at most 100"),
+    ("--data.seed 4294967296", "data.seed must be at least 0 and below"),
     ("--train.steps 0", "train.steps must be at least 1"),
     ("--optimizer.learning-rate nan", "optimizer.learning_rate must be a finite number"),
     ("--optimizer.learning-rate -1", "optimizer.learning_rate must be positive"),
@@ -149,6 +151,9 @@ def test_json_with_an_unknown_setting_is_refused():
   text = to_json(tiny_config()).replace('"width"', '"widht"')
   with pytest.raises(InputError, match="no setting 'widht'"):
     from_json(text)
+  for text in ("null", "[]", '{"model": 3}', "{"):
+    with pytest.raises(InputError, match=r"JSON"):
+      from_json(text)
 
 
 def test_a_bad_setting_exits_with_2_and_one_message_before_any_work(tmp_path):

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
@@ -47,7 +48,12 @@ class Checkpointer:
     items = ocp.args.Composite(
       state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(dict(record))
     )
-    self._guard(lambda: self._manager.save(step, args=items))
+
+    def start():
+      if not self._manager.save(step, args=items):
+        raise RuntimeError(f"orbax refused to save step {step}")
+
+    self._guard(start)
 
   def restore_newest(self, abstract: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
     """The newest checkpoint that loads, or None if there is none at all.
@@ -58,7 +64,8 @@ class Checkpointer:
       abstract: shapes, dtypes and shardings to restore into.
 
     Raises:
-      TrainingError: if there are checkpoints and none of them loads.
+      TrainingError: if there are checkpoints and none of them loads, or if memory, permissions or
+        the device are at fault and not the checkpoint.
     """
     steps = self.steps()
     items = ocp.args.Composite(
@@ -68,6 +75,10 @@ class Checkpointer:
       try:
         restored = self._manager.restore(step, args=items)
         return restored["state"], restored["record"]
+      except (MemoryError, PermissionError, jax.errors.JaxRuntimeError) as error:
+        raise TrainingError(
+          f"cannot read checkpoint {step} in {self.directory}: {error}"
+        ) from error
       except Exception as error:  # orbax raises many kinds; any of them means "not this one"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         self._damaged.add(step)

@@ -1,6 +1,8 @@
 """The training loop: dispatch step n, then report step n − 1, so the device never waits."""
 
+import contextlib
 import dataclasses
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,11 @@ from jax.sharding import Mesh
 from ldm_jax.config import Config
 from ldm_jax.data import Dataset, load_dataset
 from ldm_jax.errors import InputError, TrainingError
-from ldm_jax.evaluate import evaluate
-from ldm_jax.generate import sample
 from ldm_jax.model import parameter_count
+from ldm_jax.sampling import sample
 from ldm_jax.sharding import check_divisible, make_mesh
 from ldm_jax.training.checkpoint import Checkpointer
+from ldm_jax.training.evaluation import evaluate
 from ldm_jax.training.metrics import MetricsWriter, Progress, Throughput, batch_hash
 from ldm_jax.training.optimizer import learning_rate_schedule
 from ldm_jax.training.signals import STOPPED_EXIT_CODE, StopRequest
@@ -31,7 +33,7 @@ from ldm_jax.training.step import (
   make_model,
   put_batch,
 )
-from ldm_jax.training.workdir import open_workdir
+from ldm_jax.training.workdir import open_workdir, save_config
 from ldm_jax.typing import PathLike, PyTree
 
 _SAMPLE_PROMPT = "def "
@@ -95,9 +97,9 @@ class _Run:
     self.checkpointer.save(self.state, record)
 
   def close(self):
-    self.progress.close()
-    self.writer.close()
-    self.checkpointer.close()
+    with contextlib.ExitStack() as stack:  # each is closed even if another fails
+      for part in (self.checkpointer, self.writer, self.progress):
+        stack.callback(part.close)
 
 
 def _open_run(config, workdir, mesh):
@@ -119,6 +121,12 @@ def _open_run(config, workdir, mesh):
         "--workdir"
       )
   step = int(state.step)
+  if step > config.train.steps:
+    raise InputError(
+      f"{workdir} is already at step {step}, beyond train.steps = {config.train.steps}; raise "
+      "train.steps or choose another --workdir"
+    )
+  save_config(workdir, config)
   progress = Progress(config.train.steps, step)
   for line in (*notes, *_summary(config, mesh, dataset, state)):
     progress.say(line)
@@ -152,9 +160,9 @@ def _train_steps(run: _Run, stop: StopRequest) -> bool:
   config, first = run.config.train, int(run.state.step)
   eval_step = jax.jit(make_eval_step(run.config), compiler_options=compiler_options())
   _evaluate_if_due(run, first, eval_step, stop)
-  if first >= config.steps:
+  if first == config.steps:
     run.progress.say(f"nothing left to train: {run.workdir} is at step {first} of {config.steps}")
-    return True
+    return run.writer.has(first, "eval")
   if stop:
     run.save()
     return False
@@ -173,13 +181,13 @@ def _train_steps(run: _Run, stop: StopRequest) -> bool:
       continue
     _report(run, throughput, *pending)
     pending, since = None, time.perf_counter()
-    _evaluate_if_due(run, done, eval_step, stop)
     run.save()
+    _evaluate_if_due(run, done, eval_step, stop)
     if stop:
-      return done == config.steps
+      break
     throughput.skip(time.perf_counter() - since)
     run.progress.skip(time.perf_counter() - since)
-  return True
+  return run.writer.has(config.steps, "eval")
 
 
 def _due(step, every, last):
@@ -220,20 +228,31 @@ def _report(run, throughput, step, metrics, batch):
 def _check_finite(run, step, metrics):
   if np.isfinite(metrics.loss) and np.isfinite(metrics.grad_norm):
     return
-  paths = [
+  names = [
     jax.tree_util.keystr(path, simple=True, separator="/")
     for path, _ in jax.tree_util.tree_leaves_with_path(run.state.params)
   ]
-  bad = [
-    path for path, norm in zip(paths, metrics.leaf_norms, strict=True) if not np.isfinite(norm)
-  ]
-  where = (
-    f"first bad gradient: {bad[0]} ({len(bad)} of {len(paths)})" if bad else "gradients finite"
-  )
   raise TrainingError(
-    f"step {step}: loss {metrics.loss}, gradient norm {metrics.grad_norm}; {where}. "
-    + _last_good(run)
+    f"step {step}: loss {metrics.loss}, gradient norm {metrics.grad_norm}; "
+    f"{_first_bad(names, metrics)}. {_last_good(run)}"
   )
+
+
+def _first_bad(names, metrics):
+  """Where the trouble starts: a parameter if one was bad before the step, else a gradient."""
+  finite_gradients = np.isfinite(metrics.gradient_norms)
+  for what, finite in (("parameter", metrics.finite_parameters), ("gradient", finite_gradients)):
+    bad = [name for name, good in zip(names, finite, strict=True) if not good]
+    if bad:
+      return (
+        f"first {what} that is not finite: {min(bad, key=_in_model_order)} ({len(bad)} are not)"
+      )
+  return "all parameters and gradients are finite one by one"
+
+
+def _in_model_order(name):
+  """Sorts block_2 before block_10."""
+  return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _last_good(run):

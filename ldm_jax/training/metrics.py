@@ -1,5 +1,6 @@
 """Where numbers go: metrics.jsonl, TensorBoard, and a progress line for the person watching."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -9,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tensorboardX
 import tqdm
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
 
-from ldm_jax.errors import InputError
+from ldm_jax.errors import InputError, TrainingError
 from ldm_jax.typing import PathLike
 
 
@@ -32,8 +35,11 @@ class MetricsWriter:
     except OSError as error:
       raise InputError(f"cannot write {path}: {error.strerror}") from error
     self._written = {(line["step"], line["split"]) for line in kept}
-    # TensorBoard hides events from purge_step on that an earlier writer left.
-    self._events = tensorboardX.SummaryWriter(str(workdir), purge_step=resumed_step + 1)
+    # Written in this thread: tensorboardX's own writer has one that dies silently on a full disk.
+    self._events = EventsWriter(str(Path(workdir) / "events"))
+    # TensorBoard hides later events that an earlier process left.
+    restart = SessionLog(status=SessionLog.START)
+    self._events.write_event(Event(step=resumed_step + 1, session_log=restart))
 
   def has(self, step: int, split: str) -> bool:
     """Whether a line for this step and split is there, also from before a resume."""
@@ -46,25 +52,37 @@ class MetricsWriter:
       step: finished optimizer steps.
       split: "train" or "eval".
       values: names to numbers (or strings, which go to the JSON only).
+
+    Raises:
+      TrainingError: if the disk does not take them.
     """
-    self._file.write(json.dumps({"step": step, "split": split, **values}) + "\n")
-    self._file.flush()
+    try:
+      self._file.write(json.dumps({"step": step, "split": split, **values}) + "\n")
+      self._file.flush()
+      for name, value in values.items():
+        if not isinstance(value, str):
+          summary = scalar(f"{split}/{name}", value)
+          self._events.write_event(Event(step=step, wall_time=time.time(), summary=summary))
+      self._events.flush()
+    except OSError as error:
+      raise TrainingError(
+        f"writing metrics to {self._file.name} failed: {error.strerror}; free space or choose "
+        "another --workdir, then run the same command again"
+      ) from error
     self._written.add((step, split))
-    for name, value in values.items():
-      if not isinstance(value, str):
-        self._events.add_scalar(f"{split}/{name}", value, step)
 
   def close(self) -> None:
-    """Flushes and closes both."""
-    self._file.close()
-    self._events.close()
+    """Closes both; what `write` was given is already on its way to disk."""
+    for closing in (self._file.close, self._events.close):
+      with contextlib.suppress(OSError):
+        closing()
 
 
 def _keep_lines_up_to(path, step):
   """Rewrites the file without later lines and without one cut short by a kill; returns the rest."""
   if not path.exists():
     return []
-  kept = [line for line in map(_parse, path.read_text("utf-8").splitlines()) if line]
+  kept = [line for line in map(_parse, path.read_text("utf-8", "replace").splitlines()) if line]
   kept = [line for line in kept if line["step"] <= step]
   temporary = path.with_suffix(".tmp")
   temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
@@ -74,9 +92,10 @@ def _keep_lines_up_to(path, step):
 
 def _parse(line):
   try:
-    return json.loads(line)
+    values = json.loads(line)
   except json.JSONDecodeError:
     return None
+  return values if isinstance(values, dict) and {"step", "split"} <= values.keys() else None
 
 
 def batch_hash(tokens: np.ndarray) -> str:

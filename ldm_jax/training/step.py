@@ -34,14 +34,16 @@ class StepMetrics(NamedTuple):
   loss: mean cross-entropy over real targets before the update, nats, without z-loss.
   grad_norm: global norm of the gradient before clipping.
   tokens: real targets in the batch.
-  leaf_norms: gradient norm of each parameter [number of leaves], in `jax.tree.leaves` order; tells
-    where a gradient that is not finite came from.
+  gradient_norms: of each parameter [number of leaves], in `jax.tree.leaves` order.
+  finite_parameters: whether each parameter was finite before the update [number of leaves].  With
+    the norms it tells where a loss that is not finite came from.
   """
 
   loss: jax.Array
   grad_norm: jax.Array
   tokens: jax.Array
-  leaf_norms: jax.Array
+  gradient_norms: jax.Array
+  finite_parameters: jax.Array
 
 
 class LossSums(NamedTuple):
@@ -133,19 +135,7 @@ def make_train_step(
   gradient = jax.grad(objective, has_aux=True)
 
   def accumulate(params, batch):
-    if parts == 1:
-      return gradient(params, batch)
-    # Row r of every part stays on the device that holds it: parts are strided, not contiguous.
-    split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
-    zero = jax.tree.map(
-      lambda s: jnp.zeros(s.shape, s.dtype),
-      jax.eval_shape(gradient, params, jax.tree.map(lambda x: x[0], split)),
-    )
-
-    def add(total, part):
-      return jax.tree.map(jnp.add, total, gradient(params, part)), None
-
-    return jax.lax.scan(add, zero, split)[0]
+    return _sum_over_parts(lambda part: gradient(params, part), batch, parts)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     gradient_sums, sums = accumulate(state.params, batch)
@@ -153,12 +143,14 @@ def make_train_step(
     grads = jax.tree.map(lambda g: g / tokens, gradient_sums)
     updates, optimizer_state = optimizer.update(grads, state.optimizer_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    leaf_norms = jnp.stack([jnp.linalg.norm(g) for g in jax.tree.leaves(grads)])
+    gradient_norms = jnp.stack([jnp.linalg.norm(g) for g in jax.tree.leaves(grads)])
+    finite = [jnp.isfinite(p).all() for p in jax.tree.leaves(state.params)]
     metrics = StepMetrics(
       loss=sums.cross_entropy / tokens,
-      grad_norm=jnp.linalg.norm(leaf_norms),
+      grad_norm=jnp.linalg.norm(gradient_norms),
       tokens=sums.tokens,
-      leaf_norms=leaf_norms,
+      gradient_norms=gradient_norms,
+      finite_parameters=jnp.stack(finite),
     )
     return TrainState(state.step + 1, params, optimizer_state), metrics
 
@@ -184,8 +176,27 @@ def compile_train_step(config: Config, state: TrainState, batch: Batch) -> jax.s
 
 def make_eval_step(config: Config) -> Callable[[PyTree, Batch], LossSums]:
   """Returns `eval_step(params, batch) -> LossSums`; padding rows count for nothing."""
-  model = make_model(config)
-  return lambda params, batch: _forward(model, params, batch)
+  model, parts = make_model(config), config.train.accumulate
+
+  def eval_step(params: PyTree, batch: Batch) -> LossSums:
+    return _sum_over_parts(lambda part: _forward(model, params, part), batch, parts)
+
+  return eval_step
+
+
+def _sum_over_parts(function, batch, parts):
+  """Sums `function` over `parts` equal parts of a batch, one after another."""
+  if parts == 1:
+    return function(batch)
+  # Row r of every part stays on the device that holds it: parts are strided, not contiguous.
+  split = jax.tree.map(lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch)
+  shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], split))
+  zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+  def add(total, part):
+    return jax.tree.map(jnp.add, total, function(part)), None
+
+  return jax.lax.scan(add, zero, split)[0]
 
 
 def _forward(model, params, batch):

@@ -26,7 +26,7 @@ _ANNOUNCED = {"train.steps"}
 
 
 def open_workdir(workdir: PathLike, config: Config, resuming: bool) -> list[str]:
-  """Creates the folder, or checks that `config` continues the run in it; then saves the config.
+  """Creates the folder, or checks that `config` continues the run in it.
 
   Args:
     workdir: folder of the run.
@@ -39,16 +39,26 @@ def open_workdir(workdir: PathLike, config: Config, resuming: bool) -> list[str]
   Raises:
     InputError: if the folder cannot be used, or naming each setting that differs from the run's.
   """
-  path = Path(workdir) / "config.json"
-  notes = _check_same_run(path, config) if resuming and path.exists() else []
   try:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    Path(workdir).mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise InputError(f"workdir {workdir}: cannot write there: {error.strerror}") from error
+  return _check_same_run(Path(workdir) / "config.json", config) if resuming else []
+
+
+def save_config(workdir: PathLike, config: Config) -> None:
+  """Writes `config.json`, once everything else about the run is known to fit.
+
+  Raises:
+    InputError: if the folder cannot be written.
+  """
+  path = Path(workdir) / "config.json"
+  try:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(to_json(config), "utf-8")
     temporary.replace(path)
   except OSError as error:
     raise InputError(f"workdir {workdir}: cannot write {path}: {error.strerror}") from error
-  return notes
 
 
 def _check_same_run(path, config):

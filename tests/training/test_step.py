@@ -158,6 +158,18 @@ def test_everything_trained_is_float32_also_with_bfloat16_compute():
   assert 0 < abs(metrics.loss - wide.loss) < 0.02
 
 
+def test_a_frequent_token_keeps_its_gradient_in_bfloat16():
+  ones = np.ones((8, 128), np.int32)
+  batch = Batch(ones, 2 * ones, np.arange(128, dtype=np.int32)[None] + 0 * ones, ones, ones > 0)
+  norms = {}
+  for dtype in ("float32", "bfloat16"):
+    config = tiny_config("preln", compute_dtype=dtype)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, sequence_length=128))
+    state, _ = run_step(config, batch)
+    norms[dtype] = np.linalg.norm(state.optimizer_state[1][0].mu["embedder"]["embedding"][1])
+  np.testing.assert_allclose(norms["bfloat16"], norms["float32"], rtol=0.05)
+
+
 def test_weight_decay_follows_the_role_of_a_parameter_not_its_rank():
   config = with_model(tiny_config(), qk_norm=True)
   params = nn.unbox(jax.eval_shape(make_init(config), jax.random.key(0))).params

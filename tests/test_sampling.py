@@ -1,10 +1,12 @@
+import dataclasses
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from ldm_jax import TransformerLM
 from ldm_jax.data import ByteTokenizer
-from ldm_jax.generate import sample
+from ldm_jax.sampling import sample
 from tests.rig import tiny_config
 
 MODEL = TransformerLM(tiny_config("preln").model)
@@ -21,6 +23,14 @@ def test_temperature_zero_takes_the_most_likely_token_each_time():
   assert 256 not in ids[1:]
   text = sample(MODEL, PARAMS, ByteTokenizer(), "ab", 5, temperature=0.0)
   assert text == ByteTokenizer().decode(ids)
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_never_sampled():
+  config = tiny_config("preln").model
+  model = TransformerLM(dataclasses.replace(config, vocab_size=1000))
+  params = nn.unbox(model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"])
+  text = sample(model, params, ByteTokenizer(), "a", 30, temperature=5.0)
+  assert text.startswith("a")
 
 
 def test_a_seed_gives_one_text_and_seeds_differ():

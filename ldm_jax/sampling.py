@@ -38,16 +38,18 @@ def sample(
   ids = [tokenizer.boundary, *tokenizer.encode(prompt).tolist()]
   start = len(ids)
   buffer = jnp.zeros((1, start + length), jnp.int32).at[0, :start].set(jnp.array(ids))
-  out = _extend(model, params, buffer, start, temperature, jax.random.key(seed))
+  out = _extend(
+    model, params, buffer, start, tokenizer.vocab_size, temperature, jax.random.key(seed)
+  )
   text = jax.device_get(out)[0, 1:].tolist()
   end = text.index(tokenizer.boundary) if tokenizer.boundary in text else len(text)
   return tokenizer.decode(text[:end])
 
 
-@functools.partial(jax.jit, static_argnames=("model", "start", "temperature"))
-def _extend(model, params, buffer, start, temperature, key):
+@functools.partial(jax.jit, static_argnames=("model", "start", "ids", "temperature"))
+def _extend(model, params, buffer, start, ids, temperature, key):
   def add_token(position, tokens):
-    logits = model.apply({"params": params}, tokens)[0, position - 1]
+    logits = model.apply({"params": params}, tokens)[0, position - 1, :ids]
     if temperature == 0:
       token = jnp.argmax(logits)
     else:
