@@ -20,5 +20,5 @@ def get_config() -> Config:
     ),
     data=DataConfig(source="stdlib", sequence_length=256, batch_size=8),
     optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=50),
-    train=TrainConfig(steps=300, log_every=10, eval_every=75, checkpoint_every=75),
+    train=TrainConfig(steps=300, log_every=10, eval_every=100, checkpoint_every=100),
   )

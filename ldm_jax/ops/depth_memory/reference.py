@@ -104,9 +104,9 @@ def rls_write(
   the products of the later λ (see `ridge_solution`).
 
   P is kept symmetric to the bit, because κ k̄ᵀ P is formed as ω s sᵀ with s = P k / √(λ + k̄ᵀ P k̄),
-  and positive definite, because λ is bounded by `bounded_forgetting` and half a rounding unit of its
-  mean eigenvalue is added to the diagonal, as much as rounding may have taken away.  Of 1,024 runs
-  with repeated or few distinct keys, λ from 0.5 to 1, ω up to 100 and 200 writes none ended
+  and positive definite, because λ is bounded by `bounded_forgetting` and half a rounding unit of
+  its mean eigenvalue is added to the diagonal, as much as rounding may have taken away.  Of 1,024
+  runs with repeated or few distinct keys, λ from 0.5 to 1, ω up to 100 and 200 writes none ended
   indefinite; without the two, a third did.
 
   Args:
