@@ -107,7 +107,7 @@ def rls_write(
   and positive definite, because λ is bounded by `bounded_forgetting` and half a rounding unit of
   its mean eigenvalue is added to the diagonal, as much as rounding may have taken away.  Of 1,024
   runs with repeated or few distinct keys, λ from 0.5 to 1, ω up to 100 and 200 writes none ended
-  indefinite; without the two, a third did.
+  indefinite; without the two, four in ten did.
 
   Args:
     M: [..., G, V, K].  May be bfloat16; the sums are taken in the dtype of P.
