@@ -24,7 +24,6 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 AnyArray: TypeAlias = Array | np.ndarray
-PRNGKey: TypeAlias = jax.Array
 Dtype: TypeAlias = Any
 PyTree: TypeAlias = Any
 PathLike: TypeAlias = str | os.PathLike

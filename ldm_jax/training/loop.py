@@ -86,8 +86,6 @@ class _Run:
 
   def save(self):
     """Starts a checkpoint of the current state, which must be finite."""
-    if int(self.state.step) in self.checkpointer.steps():
-      return
     if not _all_finite(self.state):
       raise TrainingError(
         f"step {int(self.state.step)} left parameters or moments that are not finite; not saved. "
@@ -109,11 +107,11 @@ def _open_run(config, workdir, mesh):
   notes = open_workdir(workdir, config, resuming)
   dataset = load_dataset(config)
   checkpointer = Checkpointer(workdir, config.train.keep)
-  restored = checkpointer.restore_newest(abstract_state(config, mesh))
-  if restored is None:
+  restored = bool(checkpointer.steps())
+  if not restored:
     state, record = init_state(config, mesh), {"tokens": 0}
   else:
-    state, record = restored
+    state, record = checkpointer.restore_newest(abstract_state(config, mesh))
     if record["data_fingerprint"] != dataset.fingerprint:
       raise InputError(
         f"{workdir} was trained on other data (fingerprint {record['data_fingerprint']}, now "
@@ -130,7 +128,7 @@ def _open_run(config, workdir, mesh):
   progress = Progress(config.train.steps, step)
   for line in (*notes, *_summary(config, mesh, dataset, state)):
     progress.say(line)
-  if restored is not None:
+  if restored:
     progress.say(f"resuming {workdir} after step {step}")
   writer = MetricsWriter(workdir, step)
   return _Run(
