@@ -3,15 +3,12 @@
 python train.py --config configs/preln_1_5b.py --workdir RUN
 """
 
-import dataclasses
-
 import ldm_1_5b
 
-from ldm_jax import Config, MixerConfig
+from ldm_jax import Config
+from ldm_jax.config import with_mixer
 
 
 def get_config() -> Config:
   """ldm_1_5b with another mixer."""
-  config = ldm_1_5b.get_config()
-  model = dataclasses.replace(config.model, mixer=MixerConfig(kind="preln"))
-  return dataclasses.replace(config, model=model)
+  return with_mixer(ldm_1_5b.get_config(), kind="preln")

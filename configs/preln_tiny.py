@@ -3,15 +3,12 @@
 python train.py --config configs/preln_tiny.py
 """
 
-import dataclasses
-
 import ldm_tiny
 
-from ldm_jax import Config, MixerConfig
+from ldm_jax import Config
+from ldm_jax.config import with_mixer
 
 
 def get_config() -> Config:
   """ldm_tiny with another mixer."""
-  config = ldm_tiny.get_config()
-  model = dataclasses.replace(config.model, mixer=MixerConfig(kind="preln"))
-  return dataclasses.replace(config, model=model)
+  return with_mixer(ldm_tiny.get_config(), kind="preln")

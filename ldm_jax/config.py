@@ -12,7 +12,7 @@ import re
 import runpy
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ldm_jax.config_checks import (
   check_combinations,
@@ -29,8 +29,10 @@ from ldm_jax.typing import PathLike
 class MixerConfig:
   """How information crosses layers."""
 
-  kind: Literal["preln", "ldm"] = "ldm"
-  """The mechanism. The settings below belong to ldm."""
+  kind: Literal["preln", "ldm", "attnres", "hc", "mhc"] = "ldm"
+  """The mechanism: plain residual stream, linear depth memory, attention residuals,
+  hyper-connections, manifold-constrained hyper-connections. A setting below belongs to ldm unless
+  it names another kind."""
   rule: Literal["rls", "delta", "outer"] = "rls"
   """How a sublayer's output enters the memory: exact regression, one gradient step, or a sum."""
   groups: int = 16
@@ -55,6 +57,18 @@ class MixerConfig:
   """What a sublayer reads: x + gain * gate * M q, or M q alone (ablation)."""
   residual: bool = True
   """False replaces x + v by v in the residual stream (ablation)."""
+  forgetting: bool = True
+  """False holds the forgetting factors at 1 (rule rls; ablation)."""
+  importance: bool = True
+  """False holds the importance of every write at 1 (rule rls; ablation)."""
+  write_every: int = 1
+  """Sublayers per write; 2 writes the sum of a block's two outputs once (ablation)."""
+  block_size: int = 6
+  """Sublayers summed into one source (kind attnres); 1 keeps every output, the full form."""
+  streams: int = 4
+  """N: residual streams (kinds hc and mhc)."""
+  dynamic: bool = True
+  """Whether the connections depend on the token (kind hc)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,22 +212,39 @@ def load_config(path: PathLike) -> Config:
   Raises:
     InputError: if the file is missing or broken, misspells a setting, or the config is not valid.
   """
+  return load_from_file(path, "get_config", Config)
+
+
+def load_from_file(path: PathLike, function_name: str, expected_class: type) -> Any:
+  """Runs a Python file and checks what its `function_name()` returns.
+
+  Args:
+    path: the file; it may import its neighbours by name.
+    function_name: called without arguments.
+    expected_class: a dataclass with `validate()`, which the function must return an instance of.
+
+  Raises:
+    InputError: if the file is missing or broken, misspells a setting, or the result is not valid.
+  """
   path = Path(path)
   if not path.is_file():
     raise InputError(f"config file {path} does not exist{_suggest_file(path)}")
   try:
     namespace = _run_file(path)
-    if "get_config" not in namespace:
-      raise InputError(f"config file {path} has no get_config() function")
-    config = namespace["get_config"]()
+    if function_name not in namespace:
+      raise InputError(f"config file {path} has no {function_name}() function")
+    result = namespace[function_name]()
   except InputError:
     raise
   except Exception as error:
-    raise InputError(f"config file {path}: {_explain(error)}") from error
-  if not isinstance(config, Config):
-    raise InputError(f"config file {path}: get_config() must return a Config, got {type(config)}")
+    raise InputError(f"config file {path}: {_explain(error, expected_class)}") from error
+  if not isinstance(result, expected_class):
+    raise InputError(
+      f"config file {path}: {function_name}() must return a {expected_class.__name__}, "
+      f"got {type(result)}"
+    )
   try:
-    return config.validate()
+    return result.validate()
   except InputError as error:
     raise InputError(f"config file {path}: {error}") from error
 
@@ -237,9 +268,9 @@ def _suggest_file(path):
   return f"; the nearest is {path.parent / close[0]}.py" if close else ""
 
 
-def _explain(error):
+def _explain(error, expected_class):
   match = re.search(r"^(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
-  classes = {cls.__name__: cls for cls in (Config, *_sections(Config))}
+  classes = {cls.__name__: cls for cls in (expected_class, Config, *_sections(Config))}
   if isinstance(error, TypeError) and match and match[1] in classes:
     names = [field.name for field in dataclasses.fields(classes[match[1]])]
     return f"{match[1]} has no setting {match[2]!r}; did you mean {nearest(match[2], names)!r}?"
@@ -251,6 +282,16 @@ def _sections(cls):
     if dataclasses.is_dataclass(field.type):
       yield field.type
       yield from _sections(field.type)
+
+
+def with_mixer(config: Config, **settings: Any) -> Config:
+  """The same run with other mixer settings: `with_mixer(config, kind="mhc")`.
+
+  Raises:
+    TypeError: for a setting that `MixerConfig` does not have.
+  """
+  mixer = dataclasses.replace(config.model.mixer, **settings)
+  return dataclasses.replace(config, model=dataclasses.replace(config.model, mixer=mixer))
 
 
 def to_json(config: Config) -> str:

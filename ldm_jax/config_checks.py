@@ -16,7 +16,8 @@ _RANGES = (
     lambda x: x >= 1,
     "at least 1",
     "model.width model.blocks model.heads model.mlp_width model.vocab_size model.mixer.groups "
-    "model.mixer.key_dim model.mixer.latent_dim data.sequence_length data.batch_size train.steps "
+    "model.mixer.key_dim model.mixer.latent_dim model.mixer.write_every model.mixer.block_size "
+    "model.mixer.streams data.sequence_length data.batch_size train.steps "
     "train.log_every train.eval_every train.checkpoint_every train.keep train.accumulate",
   ),
   (
@@ -135,6 +136,12 @@ def check_combinations(values: Mapping[str, Any]) -> None:
       raise InputError(
         f"model.mixer.forgetting_init = {values['model.mixer.forgetting_init']} must be above "
         f"model.mixer.min_forgetting = {values['model.mixer.min_forgetting']}"
+      )
+    if values["model.mixer.write_every"] > 2 * values["model.blocks"]:
+      raise InputError(
+        f"model.mixer.write_every = {values['model.mixer.write_every']} is more than the "
+        f"{2 * values['model.blocks']} sublayers of model.blocks = {values['model.blocks']}, so "
+        "the memory would stay empty"
       )
   if values["model.vocab_size"] < 257 and values["data.source"] == "stdlib":
     raise InputError(

@@ -40,7 +40,7 @@ class Block(nn.Module):
     mlp = SwiGLU(config.mlp_width, self.dtype, name="mlp")
     norms = [rms_norm(self.dtype, f"{part}_norm") for part in ("attention", "mlp")]
     mixers = [
-      make_mixer(config.mixer, 2 * self.index + side, self.dtype, f"{part}_mixer")
+      make_mixer(config.mixer, 2 * self.index + side, config.sublayers, self.dtype, f"{part}_mixer")
       for side, part in enumerate(("attention", "mlp"))
     ]
     streams = mixers[0](streams, lambda h: attention(norms[0](h), positions, segment_ids))
@@ -91,7 +91,8 @@ class TransformerLM(nn.Module):
       self.dtype,
       name="embedder",
     )
-    output_mixer = make_mixer(config.mixer, config.sublayers, self.dtype, "output_mixer")
+    last = config.sublayers
+    output_mixer = make_mixer(config.mixer, last, last, self.dtype, "output_mixer")
 
     streams = output_mixer.init_streams(embedder.encode(tokens))
     for index in range(config.blocks):
@@ -109,3 +110,12 @@ class TransformerLM(nn.Module):
 def parameter_count(params: PyTree) -> int:
   """Number of parameters in a tree of arrays or shapes, boxes included."""
   return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def mixer_parameter_count(params: PyTree) -> int:
+  """How many of a `TransformerLM`'s parameters belong to its mixers: all it has more than PreLN."""
+  return sum(
+    leaf.size
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    if any(str(getattr(key, "key", "")).endswith("_mixer") for key in path)
+  )

@@ -32,3 +32,39 @@ def with_model(config: Config, **changes) -> Config:
 
 def with_mixer(config: Config, **changes) -> Config:
   return with_model(config, mixer=dataclasses.replace(config.model.mixer, **changes))
+
+
+_LDM = MixerConfig(kind="ldm", groups=4, key_dim=3, latent_dim=8, gain_init=0.5)
+# One of each mechanism, with the gain of the memory open so that it takes part from the start.
+MECHANISMS = {
+  "preln": MixerConfig(kind="preln"),
+  "rls": _LDM,
+  "attnres": MixerConfig(kind="attnres", block_size=2),
+  "hc": MixerConfig(kind="hc", streams=3),
+  "mhc": MixerConfig(kind="mhc", streams=3),
+}
+VARIANTS = {
+  **MECHANISMS,
+  "delta": dataclasses.replace(_LDM, rule="delta"),
+  "outer": dataclasses.replace(_LDM, rule="outer"),
+  "one_group": dataclasses.replace(_LDM, groups=1),
+  "shared_key": dataclasses.replace(_LDM, shared_key=True),
+  "key_dim_1": dataclasses.replace(_LDM, key_dim=1),
+  "more_keys_than_writes": dataclasses.replace(_LDM, key_dim=9),
+  "memory_only": dataclasses.replace(_LDM, readout="memory_only"),
+  "no_residual": dataclasses.replace(_LDM, residual=False),
+  "no_forgetting": dataclasses.replace(_LDM, forgetting=False),
+  "no_importance": dataclasses.replace(_LDM, importance=False),
+  "block_writes": dataclasses.replace(_LDM, write_every=2),
+  "bfloat16_memory": dataclasses.replace(_LDM, memory_dtype="bfloat16"),
+  "attnres_full": MixerConfig(kind="attnres", block_size=1),
+  "attnres_one_block": MixerConfig(kind="attnres", block_size=9),
+  "hc_static": MixerConfig(kind="hc", streams=3, dynamic=False),
+  "hc_one_stream": MixerConfig(kind="hc", streams=1),
+}
+
+
+def with_kind(name: str, **train) -> Config:
+  """The tiny run with one of `VARIANTS`."""
+  config = tiny_config(**train)
+  return with_model(config, mixer=VARIANTS[name])

@@ -1,10 +1,10 @@
-"""Step time of one config against another, measured on this machine.
+"""Step time of configs against a baseline, measured on this machine.
 
     python -m ldm_jax.benchmarks.steps
     python -m ldm_jax.benchmarks.steps --config configs/ldm_tiny.py --baseline configs/preln_tiny.py
 
-Both train steps are compiled as `train.py` compiles them and run in turn in one process, so that
-whatever else the machine does falls on both alike.  The ratio is that of the medians.
+All train steps are compiled as `train.py` compiles them and run in turn in one process, so that
+whatever else the machine does falls on all alike.  A ratio is that of the medians.
 """
 
 import argparse
@@ -29,30 +29,40 @@ def main() -> int:
   arguments = _parse()
   if arguments.rounds < 1:
     raise InputError(f"--rounds must be at least 1, got {arguments.rounds}")
-  runners = {
-    path.stem: _Runner(load_config(path)) for path in (arguments.baseline, arguments.config)
-  }
-  if len(runners) == 1:
-    raise InputError("--config and --baseline name the same file; choose two")
+  paths = (arguments.baseline, *arguments.config)
+  if len({path.stem for path in paths}) < len(paths):
+    raise InputError(
+      "--config and --baseline give two files of the same name; choose ones with names of their own"
+    )
+  timers = {path.stem: StepTimer(load_config(path)) for path in paths}
   for _ in range(arguments.rounds):
-    for runner in runners.values():
-      runner.measure()
-  baseline, subject = runners.values()
+    for timer in timers.values():
+      timer.measure()
+  baseline = timers[arguments.baseline.stem].median
   result = {
     "measured_on": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
     "rounds": arguments.rounds,
-    "seconds": {name: runner.median for name, runner in runners.items()},
-    "temporary_bytes": {name: runner.temporary_bytes for name, runner in runners.items()},
-    "ratio": subject.median / baseline.median,
+    "seconds": {name: timer.median for name, timer in timers.items()},
+    "temporary_bytes": {name: timer.temporary_bytes for name, timer in timers.items()},
+    "ratios": {name: timer.median / baseline for name, timer in timers.items()},
   }
   print(json.dumps(result) if arguments.json else _table(result))
   return 0
 
 
-class _Runner:
-  """One config's compiled step, its state, and the seconds of each call so far."""
+class StepTimer:
+  """One config's compiled train step with a state of its own, and the seconds of each call so far.
+
+  Attributes:
+    temporary_bytes: memory that the compiled step needs beside its arguments and results.
+  """
 
   def __init__(self, config: Config):
+    """Compiles the step for the config's shapes, on random tokens, and calls it once to warm up.
+
+    Raises:
+      InputError: if the devices here cannot be split as `mesh` says.
+    """
     mesh = make_mesh(config.mesh)
     shape = (config.data.batch_size, config.data.sequence_length)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape).astype(np.int32)
@@ -64,10 +74,11 @@ class _Runner:
       self._step = compile_train_step(config, self._state, self._batch)
     self.temporary_bytes = self._step.memory_analysis().temp_size_in_bytes
     self._seconds = []
-    self.measure()  # the first call also warms up
+    self.measure()
     self._seconds.clear()
 
   def measure(self) -> None:
+    """Takes one step and notes how long it took."""
     start = time.perf_counter()
     self._state, metrics = self._step(self._state, self._batch)
     jax.block_until_ready((self._state, metrics))
@@ -75,6 +86,7 @@ class _Runner:
 
   @property
   def median(self) -> float:
+    """Seconds of the median call since the warm-up."""
     return statistics.median(self._seconds)
 
 
@@ -82,13 +94,18 @@ def _table(result):
   lines = [f"train steps measured on {result['measured_on']}, median of {result['rounds']}"]
   for name, seconds in result["seconds"].items():
     megabytes = result["temporary_bytes"][name] / 2**20
-    lines.append(f"  {name:<14} {seconds * 1e3:8.1f} ms   {megabytes:8.1f} MiB temporary")
-  return "\n".join([*lines, f"  ratio          {result['ratio']:8.2f}"])
+    lines.append(
+      f"  {name:<14} {seconds * 1e3:8.1f} ms   {megabytes:8.1f} MiB temporary   "
+      f"ratio {result['ratios'][name]:.2f}"
+    )
+  return "\n".join(lines)
 
 
 def _parse():
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-  parser.add_argument("--config", type=Path, default=CONFIGS / "ldm_tiny.py")
+  parser.add_argument(
+    "--config", type=Path, nargs="+", default=[CONFIGS / "ldm_tiny.py"], help="one file or more"
+  )
   parser.add_argument("--baseline", type=Path, default=CONFIGS / "preln_tiny.py")
   parser.add_argument("--rounds", type=int, default=20, help="timed steps of each (default 20)")
   parser.add_argument("--json", action="store_true", help="print one JSON object")

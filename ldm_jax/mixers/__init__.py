@@ -3,30 +3,47 @@
 import dataclasses
 
 from ldm_jax.config import MixerConfig
+from ldm_jax.mixers.attention_residuals import AttentionResiduals, AttentionResidualStreams
 from ldm_jax.mixers.base import DepthMixer
+from ldm_jax.mixers.hyper_connections import HyperConnections, HyperConnectionStreams
 from ldm_jax.mixers.linear_depth_memory import DepthMemoryStreams, LinearDepthMemory
+from ldm_jax.mixers.manifold_hyper_connections import ManifoldHyperConnections
 from ldm_jax.mixers.preln import PreLN, PreLNStreams
 from ldm_jax.typing import Dtype
 
-MIXERS: dict[str, type[DepthMixer]] = {"preln": PreLN, "ldm": LinearDepthMemory}
+MIXERS: dict[str, type[DepthMixer]] = {
+  "preln": PreLN,
+  "ldm": LinearDepthMemory,
+  "attnres": AttentionResiduals,
+  "hc": HyperConnections,
+  "mhc": ManifoldHyperConnections,
+}
 
 __all__ = [
   "MIXERS",
+  "AttentionResidualStreams",
+  "AttentionResiduals",
   "DepthMemoryStreams",
   "DepthMixer",
+  "HyperConnectionStreams",
+  "HyperConnections",
   "LinearDepthMemory",
+  "ManifoldHyperConnections",
   "PreLN",
   "PreLNStreams",
   "make_mixer",
 ]
 
 
-def make_mixer(config: MixerConfig, index: int, dtype: Dtype, name: str | None) -> DepthMixer:
-  """Builds the mixer of sublayer `index` that the config names.
+def make_mixer(
+  config: MixerConfig, index: int, sublayers: int | None, dtype: Dtype, name: str | None
+) -> DepthMixer:
+  """Builds the mixer of sublayer `index` of `sublayers` that the config names.
 
   A setting reaches the mixer whose class has a field of that name.
   """
   cls = MIXERS[config.kind]
-  fields = {field.name for field in dataclasses.fields(cls)} - {"index", "dtype", "name", "parent"}
+  fields = {field.name for field in dataclasses.fields(cls)}
+  fields -= {"index", "sublayers", "dtype", "name", "parent"}
   settings = {key: value for key, value in vars(config).items() if key in fields}
-  return cls(index=index, dtype=dtype, name=name, **settings)
+  return cls(index=index, sublayers=sublayers, dtype=dtype, name=name, **settings)

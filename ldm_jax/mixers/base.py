@@ -31,10 +31,12 @@ class DepthMixer(nn.Module):
   Attributes:
     index: which sublayer this is, from 0.  Sublayer 0 reads streams that nothing has written to.
     dtype: dtype of matrix products inside the mixer; numerically delicate parts stay float32.
+    sublayers: L, if known.  Hyper-connections need it, attention residuals are faster with it.
   """
 
   index: int
   dtype: Dtype = jnp.float32
+  sublayers: int | None = None
 
   def init_streams(self, x: ActivationsBTD) -> PyTree:
     """The streams before the first sublayer, from token embeddings [B, T, D]."""
@@ -45,7 +47,10 @@ class DepthMixer(nn.Module):
     raise NotImplementedError(f"{type(self).__name__} must define read")
 
   def write(self, streams: Any, v: ActivationsBTD) -> Any:
-    """The streams after the sublayer's output v [B, T, D] is in them; same shapes and dtypes."""
+    """The streams after the sublayer's output v [B, T, D] is in them.
+
+    Every array keeps its shape and dtype; a mechanism that keeps outputs adds arrays.
+    """
     raise NotImplementedError(f"{type(self).__name__} must define write")
 
   def __call__(self, streams: Any, f: Sublayer) -> Any:

@@ -42,13 +42,15 @@ class DepthMemoryStreams:
   """The streams (x, M, P) of the RLS rule; (x, M) of the outer-product and delta rules.
 
   x: residual stream [B, T, D].  M: memory.  P: inverse key covariance [B, T, G, K, K], float32,
-  or None where the rule has none.  The axis order of M is the mixer's business; use
+  or None where the rule has none.  pending: sum of the outputs since the last write [B, T, D], or
+  None where every output is written at once.  The axis order of M is the mixer's business; use
   `memory_matrix()` to look at it.
   """
 
   x: Any
   M: Any
   P: Any = None
+  pending: Any = None
 
   def memory_matrix(self) -> Float[Array, "B T G V K"]:
     """The memory as matrices [B, T, G, V, K]: column space of group g is x[g·V : (g+1)·V]."""
@@ -59,8 +61,8 @@ class LinearDepthMemory(DepthMixer):
   """The linear depth memory as a depth mixer.
 
   Attributes:
-    index: sublayer number from 0.  Number 0 reads an empty memory: its read is x, without
-      parameters.
+    index: sublayer number from 0.  Before the first write the memory is empty: the read is x,
+      without parameters.
     rule: how an output enters the memory: "rls" keeps M the exact ridge regression from keys to
       outputs, "delta" takes one gradient step on it, "outer" adds v kᵀ.
     groups: G; must divide the width D.
@@ -75,6 +77,10 @@ class LinearDepthMemory(DepthMixer):
     readout: "add" reads x + gain · gate · M q; "memory_only" reads M q alone (an ablation; there is
       no gain and no gate then).
     residual: False replaces x ← x + v by x ← v (an ablation).
+    forgetting: False holds λ at 1 (an ablation).
+    importance: False holds ω at 1 (an ablation).
+    write_every: sublayers per write; each write takes the sum of their outputs, under a key from
+      the residual stream after the last of them (2 is one write per block, an ablation).
     dtype: dtype of the control matrix products.
   """
 
@@ -90,6 +96,9 @@ class LinearDepthMemory(DepthMixer):
   memory_dtype: Dtype = "float32"
   readout: Readout = "add"
   residual: bool = True
+  forgetting: bool = True
+  importance: bool = True
+  write_every: int = 1
 
   def setup(self):
     """Declares both control networks; parameters appear only where they are used."""
@@ -103,6 +112,8 @@ class LinearDepthMemory(DepthMixer):
       shared_key=self.shared_key,
       min_forgetting=self.min_forgetting,
       forgetting_init=self.forgetting_init,
+      forgetting=self.forgetting,
+      importance=self.importance,
     )
 
   def init_streams(self, x: ActivationsBTD) -> DepthMemoryStreams:
@@ -118,12 +129,13 @@ class LinearDepthMemory(DepthMixer):
         "choose a divisor of the width"
       )
     M, P = dm.rls_init(x.shape[:2], self.groups, value_dim, self.key_dim, self.alpha)
-    return self._place(DepthMemoryStreams(x, M.astype(self.memory_dtype), P))
+    pending = jnp.zeros_like(x) if self.write_every > 1 else None
+    return self._place(DepthMemoryStreams(x, M.astype(self.memory_dtype), P, pending))
 
   def read(self, streams: DepthMemoryStreams) -> ActivationsBTD:
     """h = x + concat_g(gain_g · gate_g · M_g q_g), or M q alone; x where nothing is written yet."""
     x = streams.x
-    if self.index == 0:
+    if self.index < self.write_every:
       return x
     q_BTGK, scale_BTG = self.read_controls(x)
     r_BTGV = dm.read(streams.M, q_BTGK)
@@ -134,26 +146,33 @@ class LinearDepthMemory(DepthMixer):
   def write(self, streams: DepthMemoryStreams, v: ActivationsBTD) -> DepthMemoryStreams:
     """x ← x + v, then (k, v) enters the memory under a key computed from the new x."""
     x = streams.x + v if self.residual else v
+    M, P, pending = streams.M, streams.P, streams.pending
+    if pending is not None:
+      v, pending = pending + v, jnp.zeros_like(pending)
+    if (self.index + 1) % self.write_every:
+      return self._place(DepthMemoryStreams(x, M, P, v))
     k_BTGK, strength_BTG, forgetting_G = self.write_controls(x)
-    M, P, v_BTGV = streams.M, streams.P, v.reshape(*v.shape[:2], self.groups, -1)
+    v_BTGV = v.reshape(*v.shape[:2], self.groups, -1)
     if self.rule == "rls":
       M, P = dm.rls_write(M, P, k_BTGK, v_BTGV, forgetting_G, strength_BTG)
     elif self.rule == "delta":
       M = dm.delta_write(M, k_BTGK, v_BTGV, strength_BTG)
     else:
       M = dm.outer_write(M, k_BTGK, v_BTGV)
-    return self._place(DepthMemoryStreams(x, M, P))
+    return self._place(DepthMemoryStreams(x, M, P, pending))
 
   def _place(self, streams):
     """Drops P where the rule has none and pins the sharding of each stream."""
-    token = ("batch", "sequence")
-    P = None
+    token, pending, P = ("batch", "sequence"), streams.pending, None
     if self.rule == "rls":
       P = constrain(streams.P, *token, "groups", None, None)
+    if pending is not None:
+      pending = constrain(pending, *token, "activation_embed")
     return DepthMemoryStreams(
       constrain(streams.x, *token, "activation_embed"),
       constrain(streams.M, *token, "groups", "group_width", "key_dim"),
       P,
+      pending,
     )
 
 
@@ -223,6 +242,8 @@ class WriteControls(nn.Module):
   shared_key: bool
   min_forgetting: float
   forgetting_init: float
+  forgetting: bool
+  importance: bool
   dtype: Dtype
 
   @nn.compact
@@ -239,11 +260,15 @@ class WriteControls(nn.Module):
       return k, None, None
     if self.rule == "delta":
       return k, jax.nn.sigmoid(_number_head(self, "beta", latent, self.groups, 0.0)), None
+    if not self.importance:
+      return k, jnp.ones(k.shape[:-1], jnp.float32), self._forgetting_factors()
     one = math.log(math.e - 1)  # softplus(one) = 1
     importance = jax.nn.softplus(_number_head(self, "importance", latent, self.groups, one))
-    return k, importance, self._forgetting()
+    return k, importance, self._forgetting_factors()
 
-  def _forgetting(self):
+  def _forgetting_factors(self):
+    if not self.forgetting:
+      return jnp.ones((self.groups,), jnp.float32)
     fraction = (self.forgetting_init - self.min_forgetting) / (1 - self.min_forgetting)
     logit = math.log(fraction / (1 - fraction))
     init = partitioned(nn.initializers.constant(logit), "groups")

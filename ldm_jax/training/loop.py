@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from ldm_jax.config import Config
 from ldm_jax.data import Dataset, load_dataset
 from ldm_jax.errors import InputError, TrainingError
-from ldm_jax.model import parameter_count
+from ldm_jax.model import mixer_parameter_count, parameter_count
 from ldm_jax.sampling import sample
 from ldm_jax.sharding import check_divisible, make_mesh
 from ldm_jax.training.checkpoint import Checkpointer
@@ -140,8 +140,10 @@ def _summary(config, mesh, dataset, state):
   model, rows = config.model, dataset.train_rows
   epochs = config.train.steps * config.data.batch_size / len(rows)
   shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+  total, extra = parameter_count(state.params), mixer_parameter_count(state.params)
+  overhead = f" (mixers {extra:,}, {extra / (total - extra):.2%} over preln)" if extra else ""
   yield (
-    f"model: {model.mixer.kind}, {parameter_count(state.params):,} parameters, "
+    f"model: {model.mixer.kind}, {total:,} parameters{overhead}, "
     f"{model.blocks} blocks of width {model.width}"
   )
   yield (

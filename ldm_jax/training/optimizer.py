@@ -25,6 +25,28 @@ UNDECAYED = frozenset(
     "gate_bias",
     "importance_bias",
     "beta_bias",
+    # attention residuals
+    "query",
+    "norm_scale",
+    # hyper-connections
+    "read_weight",
+    "mix_weight",
+    "write_weight",
+    "read_kernel",
+    "mix_kernel",
+    "write_kernel",
+    "alpha_scale",
+    "beta_scale",
+    # manifold-constrained hyper-connections
+    "pre_kernel",
+    "pre_bias",
+    "pre_scale",
+    "post_kernel",
+    "post_bias",
+    "post_scale",
+    "res_kernel",
+    "res_bias",
+    "res_scale",
   }
 )
 

@@ -1,0 +1,14 @@
+"""The shape of ldm_1_5b with four dynamic hyper-connected streams.
+
+python train.py --config configs/hc_1_5b.py --workdir RUN
+"""
+
+import ldm_1_5b
+
+from ldm_jax import Config
+from ldm_jax.config import with_mixer
+
+
+def get_config() -> Config:
+  """ldm_1_5b with another mixer."""
+  return with_mixer(ldm_1_5b.get_config(), kind="hc", streams=4, dynamic=True)

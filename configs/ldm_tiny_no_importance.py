@@ -1,0 +1,14 @@
+"""Ablation of ldm_tiny: every write weighted alike: ω = 1.
+
+python train.py --config configs/ldm_tiny_no_importance.py
+"""
+
+import ldm_tiny
+
+from ldm_jax import Config
+from ldm_jax.config import with_mixer
+
+
+def get_config() -> Config:
+  """ldm_tiny with one change."""
+  return with_mixer(ldm_tiny.get_config(), importance=False)

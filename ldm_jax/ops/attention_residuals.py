@@ -1,0 +1,114 @@
+"""Attention over depth: a softmax over the outputs of earlier sublayers (arXiv 2603.15031).
+
+A read with query w and key-norm scale s over sources v_0 … v_{S−1}, all [..., D], is
+
+    h = Σ_i softmax_i(w · RMSNorm(v_i)) v_i        RMSNorm with the learned scale s
+
+without temperature or bias.  `depth_softmax` is that sentence and the reference.  `prepare_reads`
+and `finish_read` compute the same number in two parts: what the finished sources contribute, for
+several queries in one pass, and the one source that is still growing, merged by online softmax.
+Scores, weights and sums are float32.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ldm_jax.typing import AnyArray
+
+_EPSILON = 1e-6  # of RMSNorm
+
+Source = Float[AnyArray, "*batch D"]
+
+
+def depth_softmax(
+  sources: Sequence[Source], query: Float[AnyArray, " D"], norm_scale: Float[AnyArray, " D"]
+) -> Float[Array, "*batch D"]:
+  """The direct form: softmax over all sources at once.
+
+  Args:
+    sources: one or more arrays [..., D] of one shape.
+    query: w [D].
+    norm_scale: learned scale of the key norm [D], 1 at initialisation.
+
+  Returns:
+    h [..., D] in the dtype of the sources.
+
+  Raises:
+    ValueError: without any source.
+  """
+  return _weighted_mean(sources, _scores(sources, (query * norm_scale)[None])[:, 0])[0]
+
+
+@flax.struct.dataclass
+class PreparedRead:
+  """A read that knows all sources but the growing one.
+
+  mean: softmax-weighted mean of the finished sources [..., D], in their dtype.
+  log_weight: logarithm of the sum of their exponentiated scores [...], float32.
+  query: w · s [D], float32, to score the growing source with.
+  """
+
+  mean: Any
+  log_weight: Any
+  query: Any
+
+
+def prepare_reads(
+  sources: Sequence[Source],
+  queries: Float[AnyArray, "reads D"],
+  norm_scales: Float[AnyArray, "reads D"],
+) -> tuple[PreparedRead, ...]:
+  """What the finished sources contribute to several reads, each source scored for all at once.
+
+  Args:
+    sources: one or more arrays [..., D] of one shape.
+    queries: w of each read.
+    norm_scales: s of each read.
+
+  Raises:
+    ValueError: without any source.
+  """
+  keys = (queries * norm_scales).astype(jnp.float32)
+  scores = _scores(sources, keys)
+  prepared = []
+  for index in range(len(keys)):
+    mean, log_weight = _weighted_mean(sources, scores[:, index])
+    prepared.append(PreparedRead(mean, log_weight, keys[index]))
+  return tuple(prepared)
+
+
+def finish_read(prepared: PreparedRead, growing: Source) -> Float[Array, "*batch D"]:
+  """Adds the growing source [..., D] to a prepared read by online softmax; returns h [..., D]."""
+  score = _scores([growing], prepared.query[None])[0, 0]
+  weight = jax.nn.sigmoid(score - prepared.log_weight)[..., None]
+  mean = prepared.mean.astype(jnp.float32)
+  return (mean + weight * (growing.astype(jnp.float32) - mean)).astype(growing.dtype)
+
+
+def _scores(sources, keys):
+  """w · RMSNorm(v) of every source and read: [S, reads, ...], float32."""
+  if not len(sources):
+    raise ValueError("attention over depth needs at least one source")
+  scores = []
+  for source in sources:
+    source = jnp.asarray(source, jnp.float32)
+    inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(source), axis=-1) + _EPSILON)
+    product = jnp.einsum("...d,rd->r...", source, keys, precision=jax.lax.Precision.HIGHEST)
+    scores.append(product * inverse_rms[None])
+  return jnp.stack(scores)
+
+
+def _weighted_mean(sources, scores):
+  """Softmax-weighted mean [..., D] and log of the total weight [...], from scores [S, ...]."""
+  log_weight = jax.nn.logsumexp(scores, axis=0)
+  weights = jnp.exp(scores - log_weight[None])
+  total = sum(
+    weight[..., None] * jnp.asarray(source, jnp.float32)
+    for weight, source in zip(weights, sources, strict=True)
+  )
+  return total.astype(jnp.asarray(sources[0]).dtype), log_weight

@@ -1,0 +1,584 @@
+"""A comparison trains what it says, goes on after a stop, and reports what the runs did."""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import io
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from ldm_jax import compare as command
+from ldm_jax.benchmarks import steps
+from ldm_jax.compare import compare
+from ldm_jax.comparison import Comparison, Run, load_comparison
+from ldm_jax.comparison_report import _style, draw_plot, markdown_table, summarise
+from ldm_jax.config import MixerConfig, to_json
+from ldm_jax.data.pipeline import Dataset
+from ldm_jax.errors import InputError, TrainingError
+from ldm_jax.training import loop
+from tests.rig import ROOT, tiny_config, with_model
+
+
+def tiny_comparison(**changes) -> Comparison:
+  base = tiny_config("preln", steps=4, eval_every=2, eval_batches=1, checkpoint_every=2)
+  mixer = base.model.mixer
+  settings = dict(
+    base=with_model(base, blocks=1),
+    mixers={"preln": mixer, "ldm": dataclasses.replace(mixer, kind="ldm")},
+    seeds=(0, 1),
+    learning_rates=(1e-2,),
+    timing_rounds=1,
+  )
+  return Comparison(**{**settings, **changes})
+
+
+COMPARISON_FILE = """
+from ldm_jax.compare import Comparison
+from tests.test_compare import tiny_comparison
+def get_comparison():
+  return tiny_comparison()
+"""
+
+
+def run_main(*arguments):
+  """The command in this process: exit code, stdout, stderr."""
+  out, err = io.StringIO(), io.StringIO()
+  with (
+    pytest.MonkeyPatch.context() as patch,
+    contextlib.redirect_stdout(out),
+    contextlib.redirect_stderr(err),
+  ):
+    patch.setattr(sys, "argv", ["compare", *map(str, arguments)])
+    code = command.main()
+  return code, out.getvalue(), err.getvalue()
+
+
+def read(out):
+  return json.loads((out / "results.json").read_text())
+
+
+def losses(results):
+  return {run["folder"]: (run["status"], run["loss"], run["curve"]) for run in results["runs"]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cheap():
+  """Reads the corpus once, and keeps what the tests of this worker have compiled."""
+  load = functools.cache(lambda: loop_load(tiny_comparison().base))
+  loop_load = loop.load_dataset
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(
+      loop, "load_dataset", lambda config: dataclasses.replace(load(), seed=config.data.seed)
+    )
+    patch.setattr(jax, "clear_caches", lambda: None)
+    yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+  """Two mixers and two seeds, by the command."""
+  folder = tmp_path_factory.mktemp("whole")
+  (folder / "mine.py").write_text(COMPARISON_FILE)
+  out = folder / "out"
+  code, stdout, stderr = run_main("--config", folder / "mine.py", "--out", out, "--json")
+  return SimpleNamespace(
+    code=code, out=out, stdout=stdout, stderr=stderr, file=folder / "mine.py", results=read(out)
+  )
+
+
+def test_a_whole_comparison_writes_results_table_and_plot(whole):
+  results = whole.results
+  assert whole.code == 0
+  assert results["schema"] == 1
+  assert results["comparison"]["seeds"] == [0, 1]
+  assert [run["folder"] for run in results["runs"]] == [
+    f"runs/{mixer}-lr0.01-seed{seed}" for seed in (0, 1) for mixer in ("preln", "ldm")
+  ]
+  for run in results["runs"]:
+    assert run["seconds"] > 0
+    assert run["environment"]["jax"] == jax.__version__
+    assert (run["status"], run["message"]) == ("done", None)
+    assert [(p["step"], p["tokens"]) for p in run["curve"]] == [(2, 512), (4, 1024)]
+    assert run["loss"] == run["curve"][-1]["loss"] < 5.6
+  assert results["parameters"]["ldm"] > results["parameters"]["preln"] > 1000
+  assert results["timing"]["rounds"] == 1
+  assert results["timing"]["median_seconds"].keys() == {"preln", "ldm"}
+  assert [row["best_rate"] for row in results["summary"]] == [0.01, 0.01]
+  assert (whole.out / "loss.png").read_bytes().startswith(b"\x89PNG")
+  assert not list(whole.out.rglob("*.tmp"))
+
+
+def test_the_table_says_what_was_equal(whole):
+  lines = (whole.out / "table.md").read_text().splitlines()
+  assert lines[0].startswith("Equal for all: 1 blocks of width 32, 4 heads, MLP 64")
+  assert "4 steps of 8 x 32 tokens, 1,024 tokens per run" in lines[0]
+  assert f"seeds 0, 1; peak rates 0.01. Run on 8 x cpu, jax {jax.__version__}" in lines[0]
+  table = [line for line in lines if line.startswith("|")]
+  assert len(table) == 4
+  assert all(line.count("|") == 10 for line in table)
+  (baseline,) = (line for line in table if line.startswith("| preln |"))
+  assert "|  | 0.01 |  |" in baseline
+  assert "| 1.00 | 1.00 |" in baseline
+  assert "missing" not in "".join(lines)
+
+
+def test_with_json_stdout_is_the_results_and_progress_goes_to_stderr(whole):
+  assert json.loads(whole.stdout) == whole.results
+  assert whole.stdout.count("\n") == 1
+  assert "[1/4] preln, rate 0.01, seed 0\n" in whole.stderr
+  assert "[4/4] ldm, rate 0.01, seed 1, about 0" in whole.stderr
+  assert "step 4  held-out loss" in whole.stderr
+
+
+def test_a_run_is_what_train_gives(whole, tmp_path):
+  config = tiny_comparison().config(Run("preln", 1e-2, 1))
+  assert (config.model.mixer.kind, config.optimizer.learning_rate) == ("preln", 1e-2)
+  assert (config.data.seed, config.train.seed) == (1, 1)
+  assert loop.train(config, tmp_path) == 0
+  mine, theirs = (
+    [
+      {k: v for k, v in json.loads(line).items() if k != "tokens_per_second"}
+      for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    for folder in (tmp_path, whole.out / "runs" / "preln-lr0.01-seed1")
+  )
+  assert mine == theirs
+  (run,) = (run for run in whole.results["runs"] if run["folder"] == "runs/preln-lr0.01-seed1")
+  assert run["loss"] == mine[-1]["loss"]
+
+
+def test_the_compilation_cache_is_used_and_put_away(whole, tmp_path):
+  assert list((whole.out / "compilation_cache").glob("jit_train_step-*"))
+  assert jax.config.jax_compilation_cache_dir is None
+  jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+  try:
+    with command._compilation_cache(whole.out):
+      assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+  finally:
+    jax.config.update("jax_compilation_cache_dir", None)
+
+
+def refuse(*args):
+  raise AssertionError("there was nothing left to do")
+
+
+def test_a_second_call_does_nothing(whole, monkeypatch):
+  for name in ("train", "StepTimer", "abstract_state"):
+    monkeypatch.setattr(command, name, refuse)
+  files = [path for path in sorted(whole.out.rglob("*")) if path.is_file()]
+  before = [(path, path.read_bytes(), path.stat().st_mtime_ns) for path in files]
+  code, stdout, stderr = run_main("--config", whole.file, "--out", whole.out)
+  assert (code, stderr) == (0, "")
+  assert "4 of 4 runs have ended already" in stdout
+  assert before == [(path, path.read_bytes(), path.stat().st_mtime_ns) for path in files]
+
+
+def test_a_stopped_comparison_goes_on_to_the_same_losses(whole, tmp_path, monkeypatch, capsys):
+  out = tmp_path / "out"
+  shutil.copytree(whole.out, out)
+  shutil.rmtree(out / "runs" / "preln-lr0.01-seed1")
+  original = Dataset.train_batch
+
+  def stop_there(self, step):
+    if step == 3:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return original(self, step)
+
+  monkeypatch.setattr(Dataset, "train_batch", stop_there)
+  code, results = compare(tiny_comparison(), out)
+  assert code == 75
+  assert "the same command resumes" in capsys.readouterr().out.splitlines()[-1]
+  assert results == read(out)
+  (stopped,) = (run for run in results["runs"] if run["status"] == "unfinished")
+  assert (stopped["folder"], stopped["loss"]) == ("runs/preln-lr0.01-seed1", None)
+  assert "**1 of 4 runs are missing.**" in (out / "table.md").read_text()
+  assert "(1 of 2 seeds)" in (out / "table.md").read_text()
+
+  monkeypatch.setattr(Dataset, "train_batch", original)
+  code, results = compare(tiny_comparison(), out)
+  assert code == 0
+  assert "3 of 4 runs have ended already" in capsys.readouterr().out
+  assert losses(results) == losses(whole.results)
+  assert results["timing"] == whole.results["timing"]
+  (resumed,) = (r for r in results["runs"] if r["folder"] == stopped["folder"])
+  assert resumed["seconds"] > stopped["seconds"] > 0
+
+
+def test_a_rate_at_which_a_run_diverges_is_recorded(whole, tmp_path):
+  out = tmp_path / "out"
+  shutil.copytree(whole.out, out)
+  comparison = tiny_comparison(learning_rates=(1e25, 1e-2), seeds=(0,))
+  comparison = dataclasses.replace(comparison, mixers={"preln": comparison.mixers["preln"]})
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(command._Session, "time_steps", lambda self, stop: True)
+    code, results = compare(comparison, out)
+  assert code == 0
+  diverged, done = results["runs"]
+  assert (diverged["status"], diverged["loss"], diverged["curve"]) == ("diverged", None, [])
+  assert "is not finite" in diverged["message"]
+  assert done == whole.results["runs"][0]
+  assert results["summary"][0]["best_rate"] == 1e-2
+  assert "| 0.01 | 1e+25: diverged |" in (out / "table.md").read_text()
+
+
+class FakeTraining:
+  """Stands for `train` and what measures steps: quick, and with losses that the config gives."""
+
+  def __init__(self, monkeypatch):
+    self.calls, self.act = [], lambda config, workdir: 0
+    monkeypatch.setattr(command, "train", self.train)
+    timer = SimpleNamespace(measure=lambda: None, median=0.5, temporary_bytes=1024)
+    monkeypatch.setattr(command, "StepTimer", lambda config: timer)
+    monkeypatch.setattr(command, "abstract_state", lambda *args: SimpleNamespace(params=[]))
+    monkeypatch.setattr(command, "draw_plot", lambda results: None)
+
+  def train(self, config, workdir):
+    self.calls.append(workdir.name)
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / "config.json").write_text(to_json(config))
+    code = self.act(config, workdir)
+    if code == 0:
+      self.finish(config, workdir)
+    return code
+
+  def finish(self, config, workdir):
+    loss = 2 + config.optimizer.learning_rate + config.train.seed / 8
+    lines = [
+      {"step": step, "split": "eval", "loss": loss, "bits_per_byte": 3.0}
+      for step in (2, config.train.steps)
+    ]
+    (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def fake(monkeypatch):
+  return FakeTraining(monkeypatch)
+
+
+def test_more_mixers_rates_and_seeds_leave_what_is_there_alone(fake, tmp_path, capsys):
+  small = tiny_comparison(learning_rates=(0.25,), seeds=(0,))
+  assert compare(small, tmp_path)[0] == 0
+  assert fake.calls == ["preln-lr0.25-seed0", "ldm-lr0.25-seed0"]
+  assert read(tmp_path)["summary"][0]["loss_sd"] is None
+  assert "2.2500 ± n/a" in (tmp_path / "table.md").read_text()
+  mixers = {**small.mixers, "k2": dataclasses.replace(small.mixers["ldm"], key_dim=2)}
+  larger = dataclasses.replace(small, mixers=mixers, seeds=(0, 1))
+  code, results = compare(larger, tmp_path)
+  assert code == 0
+  new = ["k2-lr0.25-seed0", *(f"{name}-lr0.25-seed1" for name in mixers)]
+  assert fake.calls[2:] == new
+  assert results["timing"]["median_seconds"].keys() == mixers.keys()
+  assert "[4/6] preln, rate 0.25, seed 1, about 00:00 of training left" in capsys.readouterr().out
+
+
+def test_a_stop_between_runs_or_while_timing_starts_nothing_more(fake, tmp_path, monkeypatch):
+  comparison = tiny_comparison(learning_rates=(0.25,), seeds=(0,))
+
+  def finish_and_stop(config, workdir):
+    os.kill(os.getpid(), signal.SIGINT)
+    return 0
+
+  fake.act = finish_and_stop
+  assert compare(comparison, tmp_path)[0] == 75
+  assert fake.calls == ["preln-lr0.25-seed0"]
+  assert [run["status"] for run in read(tmp_path)["runs"]] == ["done", "unfinished"]
+  assert compare(comparison, tmp_path)[0] == 75
+  assert len(fake.calls) == 2
+  assert read(tmp_path)["timing"] is None
+  assert compare(comparison, tmp_path)[0] == 0
+  assert len(fake.calls) == 2
+  assert read(tmp_path)["timing"]["temporary_bytes"] == {"preln": 1024, "ldm": 1024}
+
+
+def test_a_divergence_is_tried_again_only_when_its_folder_is_deleted(fake, tmp_path):
+  comparison = tiny_comparison(learning_rates=(0.25,), seeds=(0,))
+
+  def diverge(config, workdir):
+    if config.model.mixer.kind == "ldm":
+      return 0
+    raise TrainingError("step 2: loss nan; first parameter that is not finite: x (1 are not)")
+
+  fake.act = diverge
+  code, results = compare(comparison, tmp_path)
+  assert code == 0
+  assert [run["status"] for run in results["runs"]] == ["diverged", "done"]
+  assert [row["status"] for row in results["summary"]] == ["finished", "diverged"]
+  assert "| preln | diverged |  | n/a | 0.25: diverged |" in (tmp_path / "table.md").read_text()
+  assert compare(comparison, tmp_path)[0] == 0
+  assert len(fake.calls) == 2
+  shutil.rmtree(tmp_path / "runs" / "preln-lr0.25-seed0")
+  fake.act = lambda config, workdir: 0
+  assert [run["status"] for run in compare(comparison, tmp_path)[1]["runs"]] == ["done", "done"]
+
+
+def test_a_full_disk_ends_the_comparison_and_is_no_divergence(fake, tmp_path, monkeypatch):
+  def fail(config, workdir):
+    raise TrainingError("writing metrics failed, not finite") from OSError(28, "No space left")
+
+  fake.act = fail
+  with pytest.raises(TrainingError, match="writing metrics failed"):
+    compare(tiny_comparison(), tmp_path)
+  assert {run["status"] for run in read(tmp_path)["runs"]} == {"unfinished"}
+  fake.act = lambda config, workdir: 0
+  original = command._write
+
+  def full(path, data):
+    if path.name == "table.md" and b"2.0100" in data:
+      raise OSError(28, "No space left on device")
+    original(path, data)
+
+  monkeypatch.setattr(command, "_write", full)
+  with pytest.raises(TrainingError, match=r"writing results in .*No space left.*same command"):
+    compare(tiny_comparison(), tmp_path)
+  monkeypatch.setattr(command, "_write", original)
+  assert compare(tiny_comparison(), tmp_path)[0] == 0
+  assert len(fake.calls) == 1 + 4
+
+
+def test_runs_with_other_settings_are_refused_by_name(fake, tmp_path):
+  comparison = tiny_comparison(seeds=(0,), learning_rates=(0.25,))
+  compare(comparison, tmp_path)
+  before = (tmp_path / "results.json").read_bytes()
+  changed = dataclasses.replace(comparison, base=tiny_config("preln", steps=5))
+  message = r"preln-lr0.25-seed0 holds a run with other settings: .*train.steps was 4 and is now 5"
+  with pytest.raises(InputError, match=message + ".*another --out, or delete"):
+    compare(changed, tmp_path)
+  assert (tmp_path / "results.json").read_bytes() == before
+  (tmp_path / "runs" / "preln-lr0.25-seed0" / "config.json").unlink()
+  with pytest.raises(InputError, match=r"config.json.*restore the file or delete the folder"):
+    compare(comparison, tmp_path)
+
+
+def test_time_that_a_killed_process_spent_is_unknown_not_nothing(fake, tmp_path):
+  comparison = tiny_comparison(seeds=(0,), learning_rates=(0.25,))
+  begun = tmp_path / "runs" / "preln-lr0.25-seed0"
+  (begun / "checkpoints" / "2").mkdir(parents=True)
+  (begun / "config.json").write_text(to_json(comparison.config(Run("preln", 0.25, 0))))
+  (begun / "metrics.jsonl").write_text('{"step": 2, "split": "ev')
+  (tmp_path / "results.json").write_text("damaged")
+  _, results = compare(comparison, tmp_path)
+  assert [run["seconds"] is None for run in results["runs"]] == [True, False]
+  assert {row["mixer"]: row["minutes_per_run"] is None for row in results["summary"]} == {
+    "preln": True,
+    "ldm": False,
+  }
+
+
+def test_an_unusable_out_is_refused(tmp_path):
+  (tmp_path / "file").write_text("x")
+  with pytest.raises(InputError, match=r"--out .*file: cannot write there"):
+    compare(tiny_comparison(), tmp_path / "file")
+
+
+def entry(mixer, rate, seed, loss, status="done"):
+  curve = [{"step": s, "tokens": 256 * s, "loss": loss, "bits_per_byte": 3.0} for s in (2, 4)]
+  return {
+    **{"mixer": mixer, "learning_rate": rate, "seed": seed, "status": status},
+    **{"loss": loss, "curve": curve if loss else [], "seconds": 60.0 * (seed + 1)},
+    **{"environment": None},
+  }
+
+
+@pytest.fixture
+def by_hand():
+  """ldm is best at the lower rate, preln at the higher; preln's lower rate lost one seed."""
+  comparison = tiny_comparison(learning_rates=(0.25, 0.5))
+  values = {
+    ("preln", 0.25): (1.0, None),
+    ("preln", 0.5): (3.0, 3.5),
+    ("ldm", 0.25): (2.0, 3.0),
+    ("ldm", 0.5): (4.0, 5.0),
+  }
+  results = {
+    "comparison": dataclasses.asdict(comparison),
+    "runs": [
+      entry(mixer, rate, seed, loss, "done" if loss else "diverged")
+      for (mixer, rate), pair in values.items()
+      for seed, loss in enumerate(pair)
+    ],
+    "parameters": {"preln": 200, "ldm": 250},
+    "timing": {
+      **{"rounds": 3, "measured_on": "a table"},
+      "median_seconds": {"preln": 2.0, "ldm": 3.0},
+      "temporary_bytes": {"preln": 100, "ldm": 400},
+    },
+    "wall_seconds": 720.0,
+  }
+  return results
+
+
+def test_best_rates_means_deviations_and_paired_differences(by_hand):
+  ldm, preln = summarise(by_hand)
+  assert (ldm["mixer"], ldm["best_rate"], ldm["loss"], ldm["seeds"]) == ("ldm", 0.25, 2.5, [0, 1])
+  assert ldm["loss_sd"] == pytest.approx(0.5**0.5)
+  assert ldm["difference"] == statistics.mean((2.0 - 3.0, 3.0 - 3.5)) == -0.75
+  assert ldm["difference_sd"] == pytest.approx(statistics.stdev((-1.0, -0.5)))
+  assert (ldm["parameters"], ldm["parameters_percent"]) == (250, 25.0)
+  assert (ldm["step_time_ratio"], ldm["temporary_memory_ratio"]) == (1.5, 4.0)
+  assert ldm["minutes_per_run"] == 1.5
+  # Its mean over the one seed that did not diverge is lower, but a rate must hold for all seeds.
+  assert (preln["best_rate"], preln["loss"], preln["difference"]) == (0.5, 3.25, 0.0)
+  assert preln["by_rate"] == [
+    {"learning_rate": 0.25, "loss": 1.0, "finished": 1, "diverged": 1},
+    {"learning_rate": 0.5, "loss": 3.25, "finished": 2, "diverged": 0},
+  ]
+
+
+def test_the_table_of_results_made_by_hand(by_hand):
+  by_hand["summary"] = summarise(by_hand)
+  assert [line for line in markdown_table(by_hand).splitlines() if line.startswith("| ")][2:] == [
+    "| ldm | 2.5000 ± 0.7071 | -0.7500 ± 0.3536 | 0.25 | 0.5: 4.5000 | 250 (+25.0 %) | 1.50 | 4.00 "
+    "| 1.5 |",
+    "| preln | 3.2500 ± 0.3536 |  | 0.5 | 0.25: 1.0000 (1 diverged) | 200 | 1.00 | 1.00 | 1.3 |",
+  ]
+
+
+def test_missing_seeds_and_rates_are_counted_and_compared_where_both_are(by_hand):
+  for run in by_hand["runs"]:
+    gone = {("ldm", 0.25, 0), ("ldm", 0.5, 0), ("ldm", 0.5, 1)}
+    if (run["mixer"], run["learning_rate"], run["seed"]) in gone:
+      run.update(status="unfinished", loss=None, curve=[])
+  del by_hand["timing"], by_hand["parameters"]
+  by_hand["summary"] = ldm, _ = summarise(by_hand)
+  assert (ldm["loss"], ldm["seeds"], ldm["difference"], ldm["loss_sd"]) == (3.0, [1], -0.5, None)
+  table = markdown_table(by_hand)
+  assert "**3 of 8 runs are missing.**" in table
+  assert (
+    "| ldm | 3.0000 ± n/a (1 of 2 seeds) | -0.5000 | 0.25 | 0.5: missing | n/a | n/a |" in table
+  )
+  assert draw_plot(by_hand).startswith(b"\x89PNG")
+  without = copy.deepcopy(by_hand)
+  for run in without["runs"]:
+    run.update(status="unfinished", loss=None, curve=[])
+  without["summary"] = summarise(without)
+  assert [row["status"] for row in without["summary"]] == ["missing", "missing"]
+  assert "| preln | missing |  | n/a | 0.25: missing; 0.5: missing |" in markdown_table(without)
+  assert draw_plot(without) is None
+
+
+def test_many_mixers_have_lines_of_their_own(by_hand):
+  mixers = {f"m{i}": MixerConfig(groups=4) for i in range(20)} | tiny_comparison().mixers
+  by_hand["comparison"]["mixers"] = mixers
+  by_hand["runs"] += [entry(f"m{i}", 0.25, seed, 2.0 + i / 8) for i in range(20) for seed in (0, 1)]
+  by_hand["summary"] = summarise(by_hand)
+  assert draw_plot(by_hand).startswith(b"\x89PNG")
+  styles = [_style(by_hand["comparison"], mixer) for mixer in mixers]
+  assert len({(style["color"], style["linestyle"]) for style in styles}) == 22
+
+
+@pytest.mark.parametrize(
+  ("changes", "message"),
+  [
+    ({"mixers": {}}, "mixers must map at least one name"),
+    ({"mixers": {"a/b": MixerConfig()}}, "'a/b' names a folder; use letters"),
+    ({"mixers": {"..": MixerConfig()}}, "'..' names a folder"),
+    ({"mixers": {"preln": "preln"}}, "mixer 'preln' must be a MixerConfig, got 'preln'"),
+    ({"mixers": {"preln": MixerConfig(groups=4), "PreLN": MixerConfig(groups=4)}}, "upper and low"),
+    ({"mixers": {"preln": MixerConfig(kind="perln")}}, "mixer 'preln': model.mixer.kind: expected"),
+    (
+      {"mixers": {"preln": MixerConfig(groups=5)}},
+      "mixer 'preln': model.mixer.groups = 5 does not",
+    ),
+    ({"baseline": "plern"}, "baseline = 'plern' is not one of the mixers; the nearest is 'preln'"),
+    ({"seeds": ()}, "seeds is empty"),
+    ({"seeds": (0, 0)}, "seeds has the same value twice"),
+    ({"seeds": (0.5,)}, "seeds must be a tuple of ints"),
+    ({"seeds": (True,)}, "seeds must be a tuple of ints"),
+    ({"seeds": 3}, "seeds must be a tuple of ints, got 3"),
+    ({"seeds": (-1,)}, r"data.seed must be at least 0"),
+    ({"learning_rates": ()}, "learning_rates is empty"),
+    ({"learning_rates": (1e-2, 1.0000001e-2)}, "learning_rates has the same value twice"),
+    ({"learning_rates": (1e-2, -1e-2)}, "learning_rates must be positive"),
+    ({"learning_rates": (float("nan"),)}, "learning_rates must be positive and finite"),
+    ({"learning_rates": ("fast",)}, "learning_rates must be a tuple of floats"),
+    ({"timing_rounds": 0}, "timing_rounds must be an int of at least 1"),
+    ({"base": None}, "base must be a Config"),
+    ({"base": tiny_config(steps=0)}, "train.steps must be at least 1"),
+  ],
+)
+def test_impossible_comparisons_are_refused_by_name(changes, message, tmp_path):
+  with pytest.raises(InputError, match=message):
+    compare(tiny_comparison(**changes), tmp_path / "out")
+  assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+  ("body", "message"),
+  [
+    ("x = 1", r"mine.py has no get_comparison\(\) function"),
+    ("def get_comparison():\n  return 3", "mine.py: .* must return a Comparison"),
+    (
+      "def get_comparison():\n  return Comparison(mixer=3)",
+      "no setting 'mixer'; did you mean 'mix",
+    ),
+    ("def get_comparison():\n  return MixerConfig(kidn='ldm')", "did you mean 'kind'"),
+    (
+      "def get_comparison():\n  return Comparison(Config(), {}, (0,), (1e-3,))",
+      "mine.py: mixers mu",
+    ),
+  ],
+)
+def test_broken_comparison_files_are_refused_with_their_name(tmp_path, body, message):
+  path = tmp_path / "mine.py"
+  path.write_text(
+    "from ldm_jax import Config, MixerConfig\nfrom ldm_jax.compare import Comparison\n" + body
+  )
+  with pytest.raises(InputError, match=message):
+    load_comparison(path)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("compare_*.py")), ids=str)
+def test_every_comparison_file_is_valid(path):
+  comparison = load_comparison(path)
+  assert path.read_text().startswith('"""')
+  assert len({run.folder for run in comparison.runs()}) == len(comparison.runs())
+
+
+def test_bad_input_exits_with_2_and_one_message(tmp_path):
+  (tmp_path / "mine.py").write_text(COMPARISON_FILE.replace("()\n", "(baseline='lmd')\n"))
+  result = subprocess.run(
+    [sys.executable, "-m", "ldm_jax.compare", "--config", "mine.py", "--out", "out"],
+    cwd=tmp_path,
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert result.returncode == 2
+  assert result.stdout == ""
+  assert result.stderr.strip().splitlines() == [
+    "error: config file mine.py: baseline = 'lmd' is not one of the mixers; the nearest is 'ldm'"
+  ]
+  assert not (tmp_path / "out").exists()
+
+
+def test_the_steps_command_takes_several_configs(monkeypatch, capsys):
+  class Timer:
+    temporary_bytes = 2**20
+
+    def __init__(self, config):
+      self.median = 0.5 if config.model.mixer.kind == "preln" else 1.0
+
+    def measure(self):
+      pass
+
+  monkeypatch.setattr(steps, "StepTimer", Timer)
+  configs = [str(ROOT / "configs" / f"{name}.py") for name in ("ldm_tiny", "ldm_400m")]
+  monkeypatch.setattr(sys, "argv", ["steps", "--config", *configs, "--json"])
+  assert steps.main() == 0
+  result = json.loads(capsys.readouterr().out)
+  assert result["ratios"] == {"preln_tiny": 1.0, "ldm_tiny": 2.0, "ldm_400m": 2.0}
+  monkeypatch.setattr(sys, "argv", ["steps", "--config", configs[0], configs[0]])
+  with pytest.raises(InputError, match="same name"):
+    steps.main()
