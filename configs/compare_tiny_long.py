@@ -1,8 +1,8 @@
-"""compare_tiny with the full forms and the ablations: 17 mixers, 3 seeds and 3 rates, 153 runs.
+"""compare_tiny with the full forms and the ablations: 18 mixers, 3 seeds and 3 rates, 162 runs.
 
 python -m ldm_jax.compare --config configs/compare_tiny_long.py --out runs/compare_tiny_long
 
-Estimated from the step times of compare_tiny: about 15 hours on two CPU cores.
+Estimated from the step times of compare_tiny: about a day on two CPU cores.
 """
 
 import dataclasses

@@ -20,27 +20,25 @@ Exit codes: 0 done, 1 failed, 2 bad configuration or input, 75 stopped by a sign
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import tqdm
-from jax.experimental.compilation_cache import compilation_cache
 
 from ldm_jax.benchmarks.steps import StepTimer
 from ldm_jax.command_line import CONFIGS, run_command
 from ldm_jax.comparison import Comparison, Run, load_comparison, naming
 from ldm_jax.comparison_report import draw_plot, markdown_table, missing_runs, summarise
 from ldm_jax.config import flatten, from_json
-from ldm_jax.errors import InputError, TrainingError
+from ldm_jax.data import load_dataset
+from ldm_jax.environment import compilation_cache, environment
+from ldm_jax.errors import DivergedError, InputError, TrainingError
 from ldm_jax.model import parameter_count
 from ldm_jax.sharding import check_divisible, make_mesh
 from ldm_jax.training.loop import train
@@ -48,7 +46,7 @@ from ldm_jax.training.signals import STOPPED_EXIT_CODE, StopRequest
 from ldm_jax.training.step import abstract_state
 from ldm_jax.typing import PathLike
 
-__all__ = ["Comparison", "compare", "environment", "load_comparison", "main"]
+__all__ = ["Comparison", "compare", "load_comparison", "main"]
 
 _SCHEMA = 1
 
@@ -66,7 +64,8 @@ def compare(comparison: Comparison, out: PathLike) -> tuple[int, dict[str, Any]]
         "diverged" or "unfinished"), "loss" after the last step (nats per token, None unless done),
         "curve" (a list of "step", "tokens", "loss", "bits_per_byte" of each evaluation), "seconds"
         of wall time or None if unknown, "message" of a divergence or None, and "environment" that
-        the run ended in ("device", "jax", "python", and "git_commit" in a checkout) or None.
+        the run ended in or None: "device", "jax", "python", "data_fingerprint" and, in a
+        checkout, "git_commit".
       parameters: their number for each mixer.
       timing: "measured_on", "rounds", "median_seconds" and "temporary_bytes" of a train step for
         each mixer; None until all runs have ended.
@@ -74,8 +73,8 @@ def compare(comparison: Comparison, out: PathLike) -> tuple[int, dict[str, Any]]
       wall_seconds: sum over the runs, as far as known.
 
   Raises:
-    InputError: before any work, if the comparison is not valid, the folder cannot be written, or it
-      holds a run of the same name with other settings.
+    InputError: before any training, if the comparison is not valid, the folder cannot be written,
+      or it holds a run of the same name with other settings or runs on other data.
     TrainingError: if a checkpoint or a result cannot be written.
   """
   comparison.validate()
@@ -84,14 +83,14 @@ def compare(comparison: Comparison, out: PathLike) -> tuple[int, dict[str, Any]]
     with naming(run.mixer):
       check_divisible(comparison.config(run), mesh)
   session = _Session(comparison, Path(out))
-  with StopRequest() as stop, _compilation_cache(session.out / "compilation_cache"):
+  with StopRequest() as stop, compilation_cache(session.out / "compilation_cache"):
     stages = (session.count_parameters, session.train_all, session.time_steps)
     finished = all(stage(stop) for stage in stages)
     results = session.write()
   if not finished:
     print(f"stopped, results so far are in {out}; the same command resumes", flush=True)
     return STOPPED_EXIT_CODE, results
-  print(f"done: {session.out / 'table.md'} and loss.png", flush=True)
+  print(f"done, see {session.out / 'table.md'}", flush=True)
   return 0, results
 
 
@@ -231,6 +230,8 @@ class _Session:
     """Trains what has not ended yet."""
     results, runs = self.results(), self.comparison.runs()
     missing = missing_runs(results)
+    if missing:
+      self._environment = environment() | {"data_fingerprint": self._fingerprint(results)}
     if missing < len(runs):
       print(f"{len(runs) - missing} of {len(runs)} runs have ended already", flush=True)
     for number, run in enumerate(runs):
@@ -246,19 +247,34 @@ class _Session:
         return False
     return True
 
+  def _fingerprint(self, results):
+    """Names the data; refuses to go on with other data than the runs that have ended saw."""
+    fingerprint = load_dataset(self.comparison.base).fingerprint
+    for run in results["runs"]:
+      seen = (run["environment"] or {}).get("data_fingerprint", fingerprint)
+      if seen != fingerprint:
+        raise InputError(
+          f"{self.out / run['folder']} was trained on other data (fingerprint {seen}, now "
+          f"{fingerprint}): go on with the Python version it was trained with, or choose another "
+          "--out"
+        )
+    return fingerprint
+
   def _train_one(self, run):
     """Trains one run, from its checkpoint if it has one, and records how it ended."""
     folder = self.out / "runs" / run.folder
     outcome = _read_outcome(folder)
-    # Time that a killed process spent on the run is not known.
     seconds = outcome.get("seconds") if outcome or _has_checkpoints(folder) else 0.0
+    # If this process is killed, the time that it spent on the run is not known.
+    (folder / "outcome.json").unlink(missing_ok=True)
     start, message = time.perf_counter(), None
     try:
       status = "stopped" if train(self.comparison.config(run), folder) else "done"
-    except TrainingError as error:
-      if not _is_divergence(error):
-        raise
+      if status == "done" and self._entry(run)["status"] != "done":
+        status, message = "diverged", "the held-out loss after the last step is not finite"
+    except DivergedError as error:
       status, message = "diverged", str(error)
+    if message:
       print(f"diverged: {message}", flush=True)
     if seconds is not None:
       seconds += time.perf_counter() - start
@@ -266,7 +282,7 @@ class _Session:
       "status": status,
       "seconds": seconds,
       "message": message,
-      "environment": environment(),
+      "environment": self._environment,
     }
     try:
       _write(folder / "outcome.json", (json.dumps(outcome, indent=1) + "\n").encode())
@@ -312,11 +328,6 @@ def _read_outcome(folder):
   return outcome if isinstance(outcome, dict) else {}
 
 
-def _is_divergence(error):
-  """Whether a run's numbers ended it; an error of the disk is raised from the system's own."""
-  return error.__cause__ is None and "finite" in str(error)
-
-
 def _write(path, data):
   """Replaces a file in one go; leaves it alone if that would change nothing."""
   if path.exists() and path.read_bytes() == data:
@@ -341,54 +352,6 @@ def _time_left(results):
     if run["status"] == "unfinished"
   )
   return f", about {tqdm.tqdm.format_interval(left)} of training left"
-
-
-@contextlib.contextmanager
-def _compilation_cache(folder: Path) -> Iterator[None]:
-  """Keeps compiled programs in `folder` inside the context: seeds differ only in their inputs.
-
-  A cache that the user has chosen (JAX_COMPILATION_CACHE_DIR) is used instead.
-  """
-  if jax.config.jax_compilation_cache_dir:
-    yield
-    return
-  jax.config.update("jax_compilation_cache_dir", str(folder.resolve()))
-  compilation_cache.reset_cache()  # it looks at the setting only once
-  try:
-    yield
-  finally:
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-
-
-@functools.cache
-def environment() -> dict[str, str]:
-  """What this process runs on: "device", "jax", "python" and, in a checkout, "git_commit"."""
-  found = {
-    "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-    "jax": jax.__version__,
-    "python": ".".join(map(str, sys.version_info[:3])),
-  }
-  commit = _git("describe", "--always", "--dirty", "--exclude", "*")
-  # A checkout of something else may hold the environment that this package is installed in.
-  if commit and _git("ls-files", "--error-unmatch", "__init__.py"):
-    found["git_commit"] = commit
-  return found
-
-
-def _git(*arguments):
-  try:
-    done = subprocess.run(
-      ("git", *arguments),
-      cwd=Path(__file__).parent,
-      capture_output=True,
-      text=True,
-      check=False,
-      timeout=10,
-    )
-  except (OSError, subprocess.TimeoutExpired):
-    return ""
-  return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The two ways a command can end badly, and what each means to a script."""
+"""The ways a command can end badly, and what each means to a script."""
 
 
 class InputError(ValueError):
@@ -9,4 +9,8 @@ class InputError(ValueError):
 
 
 class TrainingError(RuntimeError):
-  """A run could not go on, such as a loss that is not finite.  Commands exit with 1."""
+  """A run could not go on, such as a disk that is full.  Commands exit with 1."""
+
+
+class DivergedError(TrainingError):
+  """The numbers of a run ended it: a loss, parameter or moment is not finite."""

@@ -24,7 +24,7 @@ from ldm_jax.comparison import Comparison, Run, load_comparison
 from ldm_jax.comparison_report import _style, draw_plot, markdown_table, summarise
 from ldm_jax.config import MixerConfig, to_json
 from ldm_jax.data.pipeline import Dataset
-from ldm_jax.errors import InputError, TrainingError
+from ldm_jax.errors import DivergedError, InputError, TrainingError
 from ldm_jax.training import loop
 from tests.rig import ROOT, tiny_config, with_model
 
@@ -77,9 +77,10 @@ def cheap():
   load = functools.cache(lambda: loop_load(tiny_comparison().base))
   loop_load = loop.load_dataset
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(
-      loop, "load_dataset", lambda config: dataclasses.replace(load(), seed=config.data.seed)
-    )
+    for module in (loop, command):
+      patch.setattr(
+        module, "load_dataset", lambda config: dataclasses.replace(load(), seed=config.data.seed)
+      )
     patch.setattr(jax, "clear_caches", lambda: None)
     yield
 
@@ -162,7 +163,7 @@ def test_the_compilation_cache_is_used_and_put_away(whole, tmp_path):
   assert jax.config.jax_compilation_cache_dir is None
   jax.config.update("jax_compilation_cache_dir", str(tmp_path))
   try:
-    with command._compilation_cache(whole.out):
+    with command.compilation_cache(whole.out):
       assert jax.config.jax_compilation_cache_dir == str(tmp_path)
     assert jax.config.jax_compilation_cache_dir == str(tmp_path)
   finally:
@@ -236,7 +237,7 @@ class FakeTraining:
   """Stands for `train` and what measures steps: quick, and with losses that the config gives."""
 
   def __init__(self, monkeypatch):
-    self.calls, self.act = [], lambda config, workdir: 0
+    self.calls, self.act, self.loss = [], lambda config, workdir: 0, 2.0
     monkeypatch.setattr(command, "train", self.train)
     timer = SimpleNamespace(measure=lambda: None, median=0.5, temporary_bytes=1024)
     monkeypatch.setattr(command, "StepTimer", lambda config: timer)
@@ -253,7 +254,7 @@ class FakeTraining:
     return code
 
   def finish(self, config, workdir):
-    loss = 2 + config.optimizer.learning_rate + config.train.seed / 8
+    loss = self.loss + config.optimizer.learning_rate + config.train.seed / 8
     lines = [
       {"step": step, "split": "eval", "loss": loss, "bits_per_byte": 3.0}
       for step in (2, config.train.steps)
@@ -307,7 +308,7 @@ def test_a_divergence_is_tried_again_only_when_its_folder_is_deleted(fake, tmp_p
   def diverge(config, workdir):
     if config.model.mixer.kind == "ldm":
       return 0
-    raise TrainingError("step 2: loss nan; first parameter that is not finite: x (1 are not)")
+    raise DivergedError("step 2: loss nan; first parameter that is not finite: x (1 are not)")
 
   fake.act = diverge
   code, results = compare(comparison, tmp_path)
@@ -358,6 +359,25 @@ def test_runs_with_other_settings_are_refused_by_name(fake, tmp_path):
   (tmp_path / "runs" / "preln-lr0.25-seed0" / "config.json").unlink()
   with pytest.raises(InputError, match=r"config.json.*restore the file or delete the folder"):
     compare(comparison, tmp_path)
+
+
+def test_runs_on_other_data_are_refused(fake, tmp_path, monkeypatch):
+  compare(tiny_comparison(seeds=(0,)), tmp_path)
+  monkeypatch.setattr(command, "load_dataset", lambda config: SimpleNamespace(fingerprint="other"))
+  with pytest.raises(InputError, match=r"preln-lr0.01-seed0 was trained on other data .*now other"):
+    compare(tiny_comparison(), tmp_path)
+  assert len(fake.calls) == 2
+
+
+def test_a_held_out_loss_that_is_not_finite_is_a_divergence(fake, tmp_path):
+  fake.loss = float("nan")
+  code, results = compare(tiny_comparison(), tmp_path)
+  assert code == 0
+  assert {(r["status"], r["loss"], len(r["curve"])) for r in results["runs"]} == {
+    ("diverged", None, 0)
+  }
+  assert "held-out loss" in results["runs"][0]["message"]
+  assert {row["status"] for row in results["summary"]} == {"diverged"}
 
 
 def test_time_that_a_killed_process_spent_is_unknown_not_nothing(fake, tmp_path):

@@ -13,17 +13,11 @@ import pytest
 from ldm_jax import TransformerLM, load_config
 from ldm_jax.layers import rotary
 from ldm_jax.mixers import make_mixer
-from ldm_jax.model import parameter_count
+from ldm_jax.model import mixer_parameter_count, parameter_count
 from ldm_jax.training.step import compiler_options
-from tests.rig import ROOT, tiny_config, with_mixer, with_model
+from tests.rig import MECHANISMS, ROOT, tiny_config, with_kind, with_mixer, with_model
 
-VARIANTS = {
-  "preln": tiny_config("preln"),
-  "rls": with_mixer(tiny_config(), gain_init=0.5),
-  "delta": with_mixer(tiny_config(), gain_init=0.5, rule="delta"),
-  "outer": with_mixer(tiny_config(), gain_init=0.5, rule="outer"),
-}
-every_variant = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
+every_mechanism = pytest.mark.parametrize("config", map(with_kind, MECHANISMS), ids=MECHANISMS)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 257, (2, 12)), jnp.int32)
 
 
@@ -59,7 +53,7 @@ def test_gain_zero_gives_the_logits_of_preln_to_the_bit(rule, dtype):
     )
 
 
-@every_variant
+@every_mechanism
 def test_no_logit_depends_on_a_later_token(config):
   model, params = make(config)
   vocab = model.config.padded_vocab_size
@@ -88,7 +82,7 @@ def _after_encode(change):
   return interceptor
 
 
-@every_variant
+@every_mechanism
 def test_packed_documents_do_not_see_each_other(config):
   model, params = make(config)
   segments = jnp.where(jnp.arange(12) < 5, 1, 2)[None].repeat(2, 0)
@@ -101,7 +95,7 @@ def test_packed_documents_do_not_see_each_other(config):
   np.testing.assert_allclose(logits[:, 5:], alone, rtol=1e-4, atol=1e-5)
 
 
-@every_variant
+@every_mechanism
 def test_padding_ids_are_masked_and_tied_embeddings_share_one_matrix(config):
   model, params = make(config)
   logits = model.apply({"params": params}, TOKENS)
@@ -114,7 +108,7 @@ def test_padding_ids_are_masked_and_tied_embeddings_share_one_matrix(config):
 
 @pytest.mark.parametrize("kind", ["preln", "rls"])
 def test_remat_changes_no_value_and_less_memory_is_kept(kind):
-  config = with_model(with_mixer(VARIANTS[kind], key_dim=2), blocks=4, mlp_width=512)
+  config = with_model(with_mixer(with_kind(kind), key_dim=2), blocks=4, mlp_width=512)
   tokens = jnp.tile(TOKENS, (4, 8))
   results, memory = {}, {}
   for remat in ("none", "dots", "full"):
@@ -165,45 +159,83 @@ def test_rotary_scores_depend_on_distance_only():
   np.testing.assert_allclose(score(5, 2), score(105, 102), rtol=1e-3)
 
 
-# preln_* have the 411M and 1.44B of the plain transformer; the mixers add 1.8 % and 0.9 %.
+# Parameters, and how many of them the mixers add to preln's.
 PRESETS = {
-  "ldm_tiny": (1_460_480, 128, 8, 16),
-  "preln_tiny": (1_304_192, 128, None, None),
-  "ldm_400m": (418_000_000, 1024, 16, 64),
-  "preln_400m": (411_000_000, 1024, None, None),
-  "ldm_1_5b": (1_450_000_000, 2048, 16, 128),
-  "preln_1_5b": (1_440_000_000, 2048, None, None),
+  "ldm": {
+    "tiny": (1_460_480, 0.120),
+    "400m": (418_551_808, 0.0175),
+    "1_5b": (1_452_760_064, 0.0094),
+  },
+  "preln": {"tiny": (1_304_192, 0), "400m": (411_354_112, 0), "1_5b": (1_439_270_912, 0)},
+  "attnres": {
+    "tiny": (1_307_264, 2e-3),
+    "400m": (411_452_416, 2e-4),
+    "1_5b": (1_439_467_520, 1e-4),
+  },
+  "hc": {"tiny": (1_313_588, 7e-3), "400m": (411_649_244, 7e-4), "1_5b": (1_439_859_932, 4e-4)},
+  "mhc": {"tiny": (1_433_501, 0.099), "400m": (415_926_505, 0.0111), "1_5b": (1_448_414_441, 6e-3)},
 }
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_have_the_stated_sizes_and_streams(name):
-  config = load_config(ROOT / "configs" / f"{name}.py")
-  count, width, groups, value_dim = PRESETS[name]
+@pytest.mark.parametrize(
+  ("kind", "size"), [(kind, size) for kind in PRESETS for size in PRESETS[kind]]
+)
+def test_presets_have_the_stated_sizes_and_streams(kind, size):
+  config = load_config(ROOT / "configs" / f"{kind}_{size}.py")
+  assert config.model.mixer.kind == kind
+  count, overhead = PRESETS[kind][size]
   model = TransformerLM(config.model, jnp.dtype(config.train.compute_dtype), config.train.remat)
   tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
   params = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), tokens)["params"])
-  assert abs(parameter_count(params) - count) <= 0.005 * count, parameter_count(params)
+  assert parameter_count(params) == count
+  extra = mixer_parameter_count(params)
+  assert count - extra == PRESETS["preln"][size][0]
+  np.testing.assert_allclose(extra / (count - extra), overhead, rtol=0.3)
   chex.assert_trees_all_equal_dtypes(
     params, jax.tree.map(lambda p: jnp.zeros((), "float32"), params)
   )
+  width, last = config.model.width, config.model.sublayers
   x = jax.ShapeDtypeStruct((1, 8, width), model.dtype)
-  streams = jax.eval_shape(make_mixer(config.model.mixer, 0, model.dtype, "m").init_streams, x)
-  assert streams.x.shape == (1, 8, width)
-  if groups:
+  mixer = make_mixer(config.model.mixer, last, last, model.dtype, "m")
+  streams = jax.eval_shape(mixer.init_streams, x)
+  if kind in ("hc", "mhc"):
+    assert (streams.X.shape, streams.X.dtype) == ((4, 1, 8, width), model.dtype)
+  if kind == "ldm":
+    groups = config.model.mixer.groups
     matrix = jax.eval_shape(lambda s: s.memory_matrix(), streams)
-    assert matrix.shape == (1, 8, groups, value_dim, 8)
+    assert matrix.shape == (1, 8, groups, width // groups, 8)
     assert streams.P.shape == (1, 8, groups, 8, 8)
     assert streams.P.dtype == jnp.float32
     assert matrix.dtype == jnp.dtype(config.model.mixer.memory_dtype)
 
 
-def test_presets_are_the_same_but_for_the_mixer():
-  for size in ("tiny", "400m", "1_5b"):
-    ldm, preln = (load_config(ROOT / "configs" / f"{kind}_{size}.py") for kind in ("ldm", "preln"))
-    assert preln.model.mixer.kind == "preln"
-    assert (
-      dataclasses.replace(preln, model=dataclasses.replace(preln.model, mixer=ldm.model.mixer))
-      == ldm
-    )
-    assert ldm.data.batch_size * ldm.data.sequence_length == (2048 if size == "tiny" else 2**20)
+@pytest.mark.parametrize("size", ["tiny", "400m", "1_5b"])
+def test_presets_are_the_same_but_for_the_mixer(size):
+  ldm = load_config(ROOT / "configs" / f"ldm_{size}.py")
+  assert ldm.data.batch_size * ldm.data.sequence_length == (2048 if size == "tiny" else 2**20)
+  for kind in PRESETS:
+    config = load_config(ROOT / "configs" / f"{kind}_{size}.py")
+    same = with_model(config, mixer=ldm.model.mixer)
+    if (kind, size) in (("attnres", "400m"), ("mhc", "400m")):  # published as selected for them
+      assert config.optimizer.learning_rate == 2e-3
+      same = dataclasses.replace(same, optimizer=ldm.optimizer)
+    assert same == ldm
+
+
+@pytest.mark.parametrize(
+  ("name", "change"),
+  {
+    "outer": {"rule": "outer"},
+    "delta": {"rule": "delta"},
+    "no_forgetting": {"forgetting": False},
+    "no_importance": {"importance": False},
+    "one_group": {"groups": 1},
+    "shared_key": {"shared_key": True},
+    "memory_only": {"readout": "memory_only"},
+    "no_residual": {"residual": False},
+    "block_writes": {"write_every": 2},
+  }.items(),
+)
+def test_ablations_change_one_thing(name, change):
+  ablation = load_config(ROOT / "configs" / f"ldm_tiny_{name}.py")
+  assert ablation == with_mixer(load_config(ROOT / "configs" / "ldm_tiny.py"), **change)

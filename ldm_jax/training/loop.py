@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from ldm_jax.config import Config
 from ldm_jax.data import Dataset, load_dataset
-from ldm_jax.errors import InputError, TrainingError
+from ldm_jax.errors import DivergedError, InputError
 from ldm_jax.model import mixer_parameter_count, parameter_count
 from ldm_jax.sampling import sample
 from ldm_jax.sharding import check_divisible, make_mesh
@@ -48,7 +48,8 @@ def train(config: Config, workdir: PathLike) -> int:
 
   Raises:
     InputError: before any work, if config, data or workdir cannot be used.
-    TrainingError: if the loss stops being finite or a checkpoint cannot be written.
+    DivergedError: if the loss stops being finite.
+    TrainingError: if a checkpoint or a metric cannot be written.
   """
   with StopRequest() as stop:
     config.validate()
@@ -87,7 +88,7 @@ class _Run:
   def save(self):
     """Starts a checkpoint of the current state, which must be finite."""
     if not _all_finite(self.state):
-      raise TrainingError(
+      raise DivergedError(
         f"step {int(self.state.step)} left parameters or moments that are not finite; not saved. "
         + _last_good(self)
       )
@@ -232,7 +233,7 @@ def _check_finite(run, step, metrics):
     jax.tree_util.keystr(path, simple=True, separator="/")
     for path, _ in jax.tree_util.tree_leaves_with_path(run.state.params)
   ]
-  raise TrainingError(
+  raise DivergedError(
     f"step {step}: loss {metrics.loss}, gradient norm {metrics.grad_norm}; "
     f"{_first_bad(names, metrics)}. {_last_good(run)}"
   )

@@ -179,8 +179,7 @@ def test_values_equal_the_oracle_where_norms_are_mostly_epsilon(config):
   jax.tree.map(assert_close, (y, reads), numpy_run(config, params, x, weights))
 
 
-@pytest.mark.parametrize("sublayers", [3, 7])
-@pytest.mark.parametrize("block_size", [1, 2, 3])
+@pytest.mark.parametrize(("block_size", "sublayers"), [(1, 3), (2, 3), (3, 7)])
 def test_attention_residuals_of_either_layout_are_the_same(block_size, sublayers):
   config = dataclasses.replace(ATTNRES, block_size=block_size)
   x, weights, _ = inputs(sublayers)
@@ -292,7 +291,7 @@ def test_sinkhorn_equals_the_plain_iteration():
     np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("size", [1, 2, 4, 16])
 def test_sinkhorn_is_doubly_stochastic(size):
   logits = np.random.default_rng(0).normal(size=(size, size)).astype(np.float32)
   m = sinkhorn(jnp.array(logits), iterations=20)

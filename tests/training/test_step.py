@@ -23,17 +23,9 @@ from ldm_jax.training.step import (
   make_model,
   make_train_step,
 )
-from tests.rig import tiny_config, with_mixer, with_model
+from tests.rig import MECHANISMS, tiny_config, with_kind, with_model
 
 ONE_DEVICE = make_mesh(MeshConfig(), jax.devices()[:1])
-VARIANTS = {
-  "preln": tiny_config("preln"),
-  "rls": tiny_config(),
-  "delta": with_mixer(tiny_config(), rule="delta"),
-  "outer": with_mixer(tiny_config(), rule="outer"),
-  "memory_only": with_mixer(tiny_config(), readout="memory_only"),
-  "no_residual": with_mixer(tiny_config(), residual=False),
-}
 
 
 def random_batch(seed=0, rows=8, length=32, real=None):
@@ -75,10 +67,10 @@ def test_a_batch_of_padding_changes_nothing_but_the_step_and_the_decay():
   assert (metrics.loss, metrics.grad_norm, metrics.tokens) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())
-def test_every_parameter_moves_within_three_steps(config):
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_every_parameter_moves_within_three_steps(name):
   config = dataclasses.replace(
-    config, optimizer=OptimizerConfig(weight_decay=0.0, warmup_steps=0, learning_rate=1e-2)
+    with_kind(name), optimizer=OptimizerConfig(weight_decay=0.0, warmup_steps=0, learning_rate=1e-2)
   )
   batch = random_batch()
   start = jax.device_get(init_state(config, ONE_DEVICE))
@@ -118,7 +110,14 @@ def test_z_loss_and_clipping_change_the_step_but_not_the_reported_loss():
     assert max(jax.tree.leaves(moved.optimizer_state)) > 1e-6
 
 
-@pytest.mark.parametrize("kind", ["preln", "ldm"])
+@pytest.mark.parametrize(
+  "kind",
+  [
+    "preln",
+    "ldm",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("attnres", "hc", "mhc")),
+  ],
+)
 @pytest.mark.parametrize(
   "mesh", [{}, {"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str
 )
@@ -219,12 +218,13 @@ def test_evaluation_counts_padding_rows_for_nothing():
   chex.assert_trees_all_close(step(params, padded), total, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("kind", "remat"), [("preln", "none"), ("ldm", "none"), ("ldm", "full")])
-def test_a_model_overfits_one_batch_of_64_tokens(kind, remat):
-  config = tiny_config(kind, remat=remat, steps=200)
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_a_model_overfits_one_batch_of_64_tokens(name, remat):
+  config = with_kind(name, remat=remat, steps=200)
   model, optimizer = make_model(config), optax.adam(1e-2)
   tokens = jnp.asarray(np.random.default_rng(0).integers(0, 257, (2, 33)), jnp.int32)
-  params = nn.unbox(model.init(jax.random.key(0), tokens[:, :-1])["params"])
+  params = nn.unbox(jax.jit(model.init)(jax.random.key(0), tokens[:, :-1])["params"])
 
   @jax.jit
   def step(params, state):
