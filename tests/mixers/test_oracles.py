@@ -11,8 +11,6 @@ import pytest
 
 from ldm_jax.config import MixerConfig
 from ldm_jax.mixers import make_mixer
-from ldm_jax.ops.attention_residuals import depth_softmax
-from ldm_jax.ops.sinkhorn import sinkhorn
 from tests.mixers import oracles
 
 B, T = 2, 3
@@ -216,13 +214,6 @@ def test_parameters_of_attention_residuals_lie_with_the_first_sublayer_of_a_bloc
     }
 
 
-def test_depth_softmax_by_hand():
-  e1, e2 = np.eye(4, dtype=np.float32)[:2]
-  h = depth_softmax([jnp.array(e1), jnp.array(e2)], jnp.array([2.0, 0, 0, 0]), jnp.ones(4))
-  # Scaled to length √4, e1 scores 4 and e2 scores 0: 1 / (1 + e⁻⁴).
-  np.testing.assert_allclose(h, [0.9820138, 0.0179862, 0, 0], rtol=0, atol=1e-6)
-
-
 def test_attention_residuals_by_hand():
   config = dataclasses.replace(ATTNRES, block_size=2)
   x = jnp.array([[[3.0, 0, 0, 0]]])
@@ -280,59 +271,3 @@ def test_manifold_hyper_connections_leave_out_only_mixes_without_effect():
     params[mixer] = {"coefficients": params[mixer]["coefficients"] | mixes}
   expected, _ = numpy_run(MHC, params, x, weights, oracle=oracles.AlwaysMixing)
   assert_close(y, expected)
-
-
-def test_sinkhorn_equals_the_plain_iteration():
-  rng = np.random.default_rng(0)
-  for shape, iterations in (((2, 3, 4, 4), 1), ((2, 3, 4, 4), 20), ((5, 2, 2), 3), ((8, 8), 20)):
-    logits = 2 * rng.normal(size=shape).astype(np.float32)
-    actual = sinkhorn(jnp.array(logits), iterations=iterations)
-    desired = oracles.sinkhorn(np.float64(logits), iterations)
-    np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("size", [1, 2, 4, 16])
-def test_sinkhorn_is_doubly_stochastic(size):
-  logits = np.random.default_rng(0).normal(size=(size, size)).astype(np.float32)
-  m = sinkhorn(jnp.array(logits), iterations=20)
-  assert m.min() >= 0
-  np.testing.assert_allclose(m.sum(axis=-1), 1, rtol=0, atol=1e-5)
-  np.testing.assert_allclose(m.sum(axis=-2), 1, rtol=0, atol=1e-5)
-
-
-def test_sinkhorn_survives_huge_logits():
-  n, rng = 4, np.random.default_rng(0)
-  eye = np.eye(n)
-  logits = np.stack(
-    [
-      *rng.uniform(-1e4, 1e4, size=(8, n, n)),
-      *(1e4 * np.sign(rng.normal(size=(4, n, n)))),
-      *(1e4 * eye, -1e4 * eye),
-      *(np.full((n, n), value) for value in (-1e4, 0.0, 1e4)),
-    ]
-  )
-  weights = jnp.array(rng.normal(size=logits.shape), jnp.float32)
-
-  @functools.partial(jax.value_and_grad, has_aux=True)
-  def loss(logits):
-    m = sinkhorn(logits, iterations=20)
-    return jnp.sum(weights * m), m
-
-  (_, m), grad = jax.jit(loss)(jnp.array(logits, jnp.float32))
-  assert np.isfinite(m).all()
-  assert np.isfinite(grad).all()
-  np.testing.assert_allclose(m.sum(axis=-1), 1, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_sinkhorn_gradient_equals_finite_differences_of_the_plain_iteration(size):
-  rng = np.random.default_rng(0)
-  logits, c = rng.normal(size=(2, 3, size, size)).astype(np.float32)
-  grad = jax.jit(jax.grad(lambda logits: jnp.sum(c * sinkhorn(logits, iterations=20))))(logits)
-  differences, eps = np.zeros(logits.shape), 1e-5
-  for i in np.ndindex(*logits.shape):
-    step = np.zeros(logits.shape)
-    step[i] = eps
-    up, down = (oracles.sinkhorn(np.float64(logits) + s) for s in (step, -step))
-    differences[i] = np.sum(c * (up - down)) / (2 * eps)
-  assert_close(grad, differences)
