@@ -40,5 +40,5 @@ def get_comparison() -> Comparison:
     short,
     mixers={**short.mixers, **mixers},
     seeds=(0, 1, 2),
-    learning_rates=(2e-3, 4e-3, 8e-3),
+    learning_rates=(2.5e-3, 5e-3, 1e-2),
   )

@@ -9,6 +9,7 @@ the same model.  --out then holds
   table.md      one line for each mixer at its best rate
   loss.png      held-out loss against tokens
   runs/         one workdir for each run, as train.py leaves it
+  compilation_cache/   compiled programs, which runs that differ in the seed share
 
 Interrupt it whenever you like: the same command goes on, and does not touch what is finished.  A
 run whose loss stops being finite counts as diverged and is not tried again; delete its folder under
@@ -186,7 +187,7 @@ class _Session:
         point = json.loads(line)
         if point["split"] == "eval" and math.isfinite(point["loss"]):
           tokens = point["step"] * data.batch_size * data.sequence_length
-          loss, bits = point["loss"], point["bits_per_byte"]
+          loss, bits = point["loss"], point.get("bits_per_byte")
           points.append(
             {"step": point["step"], "tokens": tokens, "loss": loss, "bits_per_byte": bits}
           )

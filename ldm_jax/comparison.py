@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ldm_jax.config import Config, MixerConfig, load_from_file
@@ -35,7 +35,7 @@ class Comparison:
 
   base: Config
   """Every setting that is equal for all; its mixer, learning rate and two seeds are replaced."""
-  mixers: Mapping[str, MixerConfig]
+  mixers: dict[str, MixerConfig]
   """What is compared, by names that also name folders."""
   seeds: tuple[int, ...]
   """Each sets the initial weights and the order of the rows."""
@@ -100,8 +100,10 @@ class Comparison:
   def _check_mixers(self):
     if not isinstance(self.base, Config):
       raise InputError(f"base must be a Config, got {self.base!r}")
-    if not isinstance(self.mixers, Mapping) or not self.mixers:
-      raise InputError(f"mixers must map at least one name to a MixerConfig, got {self.mixers!r}")
+    if not isinstance(self.mixers, dict) or not self.mixers:
+      raise InputError(
+        f"mixers must be a dict from at least one name to a MixerConfig, got {self.mixers!r}"
+      )
     for name, mixer in self.mixers.items():
       if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name, re.ASCII):
         raise InputError(

@@ -58,7 +58,7 @@ def summarise(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _losses(results, mixer):
-  """{rate: {seed: final loss, or None if diverged}} of the runs that ended."""
+  """How many seeds are "wanted", and for each of "rates" {seed: final loss, None if diverged}."""
   losses = {rate: {} for rate in results["comparison"]["learning_rates"]}
   for run in results["runs"]:
     if run["mixer"] == mixer and run["status"] != "unfinished":
@@ -211,7 +211,9 @@ def _circumstances(results):
     if found:
       parts.append(form.format(" and ".join(found)))
   where = f"Run on {', '.join(parts)}. " if parts else ""
-  return where + f"{results['wall_seconds'] / 60:.1f} minutes of training in all."
+  known = all(run["seconds"] is not None for run in results["runs"] if run["curve"])
+  least = "" if known else "At least "
+  return where + f"{least}{results['wall_seconds'] / 60:.1f} minutes of training in all."
 
 
 def _cells(row, baseline, seeds):
@@ -261,7 +263,8 @@ def _notes(results):
   yield (
     "Loss: after the last step, at the mixer's best rate, mean ± standard deviation over seeds. "
     "A seed sets the initial weights and the order of the rows, so at one seed all mixers see the "
-    "same batches; the difference is taken seed by seed."
+    "same batches; the difference is taken seed by seed. The best rate is chosen by the loss that "
+    "is reported. Minutes per run include compilation and whatever else the machine did."
   )
   if timing:
     yield (
@@ -316,8 +319,8 @@ def draw_plot(results: Mapping[str, Any]) -> bytes | None:
   for axes in (top, bottom):
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-  top.set_title(_title(results), fontsize=11)
-  figure.legend(loc="outside right upper", fontsize=9, title="final loss, lowest first")
+  figure.suptitle(_title(results), fontsize=11)
+  figure.legend(loc="outside right center", fontsize=9, title="final loss, lowest first")
   file = io.BytesIO()
   figure.savefig(file, format="png")
   return file.getvalue()

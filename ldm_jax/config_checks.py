@@ -137,6 +137,12 @@ def check_combinations(values: Mapping[str, Any]) -> None:
         f"model.mixer.forgetting_init = {values['model.mixer.forgetting_init']} must be above "
         f"model.mixer.min_forgetting = {values['model.mixer.min_forgetting']}"
       )
+    for switch in () if rls else ("forgetting", "importance"):
+      if not values[f"model.mixer.{switch}"]:
+        raise InputError(
+          f"model.mixer.{switch} = False changes nothing with model.mixer.rule = "
+          f"{values['model.mixer.rule']}, which has none; leave it True or use rule rls"
+        )
     if values["model.mixer.write_every"] > 2 * values["model.blocks"]:
       raise InputError(
         f"model.mixer.write_every = {values['model.mixer.write_every']} is more than the "

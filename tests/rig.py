@@ -4,7 +4,9 @@ import dataclasses
 from pathlib import Path
 
 from ldm_jax import Config, MixerConfig, ModelConfig
-from ldm_jax.config import DataConfig, OptimizerConfig, TrainConfig
+from ldm_jax.config import DataConfig, OptimizerConfig, TrainConfig, with_mixer
+
+__all__ = ["MECHANISMS", "ROOT", "VARIANTS", "tiny_config", "with_kind", "with_mixer", "with_model"]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,10 +30,6 @@ def tiny_config(kind: str = "ldm", **train) -> Config:
 
 def with_model(config: Config, **changes) -> Config:
   return dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
-
-
-def with_mixer(config: Config, **changes) -> Config:
-  return with_model(config, mixer=dataclasses.replace(config.model.mixer, **changes))
 
 
 _LDM = MixerConfig(kind="ldm", groups=4, key_dim=3, latent_dim=8, gain_init=0.5)
@@ -61,6 +59,7 @@ VARIANTS = {
   "attnres_one_block": MixerConfig(kind="attnres", block_size=9),
   "hc_static": MixerConfig(kind="hc", streams=3, dynamic=False),
   "hc_one_stream": MixerConfig(kind="hc", streams=1),
+  "mhc_one_stream": MixerConfig(kind="mhc", streams=1),
 }
 
 

@@ -158,6 +158,16 @@ def test_a_run_is_what_train_gives(whole, tmp_path):
   assert run["loss"] == mine[-1]["loss"]
 
 
+def test_all_mixers_see_the_same_batches(whole):
+  hashes = {}
+  for run in whole.results["runs"]:
+    lines = (whole.out / run["folder"] / "metrics.jsonl").read_text().splitlines()
+    train = [line for line in map(json.loads, lines) if line["split"] == "train"]
+    hashes.setdefault(run["seed"], set()).add(tuple(line["batch_hash"] for line in train))
+  assert all(len(of_one_seed) == 1 for of_one_seed in hashes.values())
+  assert len(set.union(*hashes.values())) == len(hashes)
+
+
 def test_the_compilation_cache_is_used_and_put_away(whole, tmp_path):
   assert list((whole.out / "compilation_cache").glob("jit_train_step-*"))
   assert jax.config.jax_compilation_cache_dir is None
@@ -500,7 +510,7 @@ def test_many_mixers_have_lines_of_their_own(by_hand):
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    ({"mixers": {}}, "mixers must map at least one name"),
+    ({"mixers": {}}, "mixers must be a dict from at least one name"),
     ({"mixers": {"a/b": MixerConfig()}}, "'a/b' names a folder; use letters"),
     ({"mixers": {"..": MixerConfig()}}, "'..' names a folder"),
     ({"mixers": {"preln": "preln"}}, "mixer 'preln' must be a MixerConfig, got 'preln'"),

@@ -40,6 +40,10 @@ def test_every_config_file_is_valid_and_survives_json(path):
     ("--model.mixer.key-dim 0", "model.mixer.key_dim must be at least 1, got 0"),
     ("--model.mixer.block-size 0", "model.mixer.block_size must be at least 1, got 0"),
     ("--model.mixer.streams 0", "model.mixer.streams must be at least 1, got 0"),
+    (
+      "--model.mixer.rule outer --model.mixer.forgetting False",
+      "forgetting = False changes nothing",
+    ),
     ("--model.mixer.write_every 13", "write_every = 13 is more than the 12 sublayers"),
     ("--model.mixer.min-forgetting 1.0", "min_forgetting must be between 0 and 1"),
     ("--model.mixer.min-forgetting 0.99", "forgetting_init = 0.98 must be above"),

@@ -3,11 +3,12 @@ import dataclasses
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import pytest
 
 from ldm_jax import TransformerLM
 from ldm_jax.data import ByteTokenizer
 from ldm_jax.sampling import sample
-from tests.rig import tiny_config
+from tests.rig import MECHANISMS, tiny_config, with_kind
 
 MODEL = TransformerLM(tiny_config("preln").model)
 PARAMS = nn.unbox(MODEL.init(jax.random.key(3), jnp.zeros((1, 4), jnp.int32))["params"])
@@ -15,13 +16,17 @@ PARAMS = nn.unbox(MODEL.init(jax.random.key(3), jnp.zeros((1, 4), jnp.int32))["p
 PARAMS["embedder"]["head_kernel"] = 50 * PARAMS["embedder"]["head_kernel"]
 
 
-def test_temperature_zero_takes_the_most_likely_token_each_time():
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_temperature_zero_takes_the_most_likely_token_each_time(name):
+  model = TransformerLM(with_kind(name).model)
+  params = nn.unbox(jax.jit(model.init)(jax.random.key(3), jnp.zeros((1, 4), jnp.int32))["params"])
+  params["embedder"]["head_kernel"] = 50 * params["embedder"]["head_kernel"]
   ids = [256, *b"ab"]
-  for _ in range(5):
-    logits = MODEL.apply({"params": PARAMS}, jnp.array([ids]))
+  for _ in range(3):
+    logits = model.apply({"params": params}, jnp.array([ids]))
     ids.append(int(jnp.argmax(logits[0, -1])))
   assert 256 not in ids[1:]
-  text = sample(MODEL, PARAMS, ByteTokenizer(), "ab", 5, temperature=0.0)
+  text = sample(model, params, ByteTokenizer(), "ab", 3, temperature=0.0)
   assert text == ByteTokenizer().decode(ids)
 
 

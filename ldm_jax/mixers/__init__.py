@@ -3,6 +3,7 @@
 import dataclasses
 
 from ldm_jax.config import MixerConfig
+from ldm_jax.errors import InputError
 from ldm_jax.mixers.attention_residuals import AttentionResiduals, AttentionResidualStreams
 from ldm_jax.mixers.base import DepthMixer
 from ldm_jax.mixers.hyper_connections import HyperConnections, HyperConnectionStreams
@@ -41,7 +42,12 @@ def make_mixer(
   """Builds the mixer of sublayer `index` of `sublayers` that the config names.
 
   A setting reaches the mixer whose class has a field of that name.
+
+  Raises:
+    InputError: for an unknown kind or a setting that the mixer refuses.
   """
+  if config.kind not in MIXERS:
+    raise InputError(f"mixer kind {config.kind!r} is not one of {', '.join(MIXERS)}")
   cls = MIXERS[config.kind]
   fields = {field.name for field in dataclasses.fields(cls)}
   fields -= {"index", "sublayers", "dtype", "name", "parent"}

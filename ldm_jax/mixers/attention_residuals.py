@@ -49,6 +49,10 @@ class AttentionResiduals(DepthMixer):
 
   block_size: int = 6
 
+  def __post_init__(self):
+    self.require("block_size", self.block_size >= 1, "at least 1")
+    super().__post_init__()
+
   def setup(self):
     """Declares the queries of this mixer's reads; they appear only where they are used."""
     self.queries = DepthQueries(self._own_reads())
@@ -61,7 +65,8 @@ class AttentionResiduals(DepthMixer):
     """Softmax over the finished sources and the partial sum; x where there is nothing else."""
     if self.index == 0:
       return streams.sources[0]
-    # The first sublayer of a block makes the same call in its write; the compiler merges the two.
+    # The first sublayer of a block makes the same call in its write; compilers merge the two, in
+    # the forward pass at least.
     prepared = (streams.reads or self._prepare(streams))[0]
     if streams.partial is None:
       return prepared.mean

@@ -19,6 +19,7 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
+from ldm_jax.errors import InputError
 from ldm_jax.typing import ActivationsBTD, Dtype, PyTree, Sublayer
 
 
@@ -30,13 +31,24 @@ class DepthMixer(nn.Module):
 
   Attributes:
     index: which sublayer this is, from 0.  Sublayer 0 reads streams that nothing has written to.
-    dtype: dtype of matrix products inside the mixer; numerically delicate parts stay float32.
+    dtype: dtype of the control matrix products of the depth memory; everything numerically
+      delicate, here and in the other mixers, is float32.
     sublayers: L, if known.  Hyper-connections need it, attention residuals are faster with it.
   """
 
   index: int
   dtype: Dtype = jnp.float32
   sublayers: int | None = None
+
+  def require(self, setting: str, holds: bool, words: str) -> None:
+    """Refuses a bad setting when the module is made: `require("groups", groups >= 1, "…")`.
+
+    Raises:
+      InputError: naming the class, the setting and its value, unless `holds`.
+    """
+    if not holds:
+      value = getattr(self, setting)
+      raise InputError(f"{type(self).__name__}: {setting} must be {words}, got {value!r}")
 
   def init_streams(self, x: ActivationsBTD) -> PyTree:
     """The streams before the first sublayer, from token embeddings [B, T, D]."""

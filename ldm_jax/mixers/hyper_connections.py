@@ -37,8 +37,13 @@ class MultiStreamMixer(DepthMixer):
 
   `sublayers` must be given: the mixer of that number is the head, which reads all streams alike.
   The first sublayer reads the embedding itself and has no read weights: its streams are all equal,
-  so weights could only scale what the sublayer's norm scales back.
+  so weights could only scale what the sublayer's norm scales back.  A single stream is read as it
+  is, for the same reason.
   """
+
+  def __post_init__(self):
+    self.require("streams", self.streams >= 1, "at least 1")
+    super().__post_init__()
 
   def init_streams(self, x: ActivationsBTD) -> HyperConnectionStreams:
     """N copies of x.
@@ -86,7 +91,7 @@ class HyperConnections(MultiStreamMixer):
     """A_mᵀ X; x before the first write; the sum of the streams for the head."""
     if self.is_head():
       return read_streams(streams.X, jnp.ones((self.streams, 1, 1)))
-    if self.index == 0:
+    if self.index == 0 or self.streams == 1:
       return streams.X[0]
     return read_streams(streams.X, self.coefficients(streams.X, "read"))
 
@@ -121,7 +126,7 @@ class Connections(nn.Module):
       writing[:, None, None] + self._dynamic(X, "write", 1, "beta")[:, 0],
     )
 
-  def _dynamic(self, X, name, outputs, scale):
+  def _dynamic(self, X, name, outputs, greek):
     """s tanh(X̄ W), [N, outputs, B, T]; zero in the static form."""
     if not self.dynamic:
       return jnp.zeros((X.shape[0], outputs, 1, 1))
@@ -129,7 +134,7 @@ class Connections(nn.Module):
     shape = (width,) if outputs == 1 else (width, outputs)
     axes = ("embed", None)[: len(shape)]
     kernel = self.param(f"{name}_kernel", partitioned(nn.initializers.zeros, *axes), shape)
-    scale = self._parameter(f"{scale}_scale", nn.initializers.constant(0.01))
+    scale = self._parameter(f"{greek}_scale", nn.initializers.constant(0.01))
     product = project_each(X, kernel.reshape(width, outputs))
     return scale * jnp.tanh(product)
 

@@ -12,7 +12,7 @@ Depth Memory tutorial; activations, initial values and the delta rule are this p
 """
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import flax.linen as nn
 import flax.struct
@@ -99,6 +99,14 @@ class LinearDepthMemory(DepthMixer):
   forgetting: bool = True
   importance: bool = True
   write_every: int = 1
+
+  def __post_init__(self):
+    for setting, choices in (("rule", Rule), ("readout", Readout)):
+      choices = get_args(choices)
+      self.require(setting, getattr(self, setting) in choices, f"one of {', '.join(choices)}")
+    for setting in ("groups", "key_dim", "latent_dim", "write_every"):
+      self.require(setting, getattr(self, setting) >= 1, "at least 1")
+    super().__post_init__()
 
   def setup(self):
     """Declares both control networks; parameters appear only where they are used."""

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ldm_jax.ops.products import exact_einsum
 from ldm_jax.typing import ActivationsBTD
 
 _EPSILON = 1e-6  # of RMSNorm
@@ -41,13 +42,13 @@ def _weighted_sum(X, weights):
 
 def project_each(X: Streams, kernel: Float[Array, "D out"]) -> Float[Array, "N out B T"]:
   """RMSNorm(X_n) W for each stream by itself, float32."""
-  product = jnp.einsum("nbtd,do->nobt", X.astype(jnp.float32), kernel)
+  product = exact_einsum("nbtd,do->nobt", X.astype(jnp.float32), kernel)
   return product * _inverse_rms(_mean_square(X))[:, None]
 
 
 def project_jointly(X: Streams, kernel: Float[Array, "N D out"]) -> Float[Array, "out B T"]:
   """RMSNorm(vec X) φ, one norm over all N·D numbers, float32."""
-  product = jnp.einsum("nbtd,ndo->nobt", X.astype(jnp.float32), kernel)
+  product = exact_einsum("nbtd,ndo->nobt", X.astype(jnp.float32), kernel)
   return jnp.sum(product, axis=0) * _inverse_rms(jnp.mean(_mean_square(X), axis=0))[None]
 
 

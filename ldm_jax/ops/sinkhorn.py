@@ -24,8 +24,10 @@ def sinkhorn(
   """Doubly stochastic matrices from logits: `iterations` times columns, then rows.
 
   Rows sum to 1 to rounding.  Columns do as far as the iteration has converged: of 4 x 4 matrices of
-  standard-normal logits, 99.5 % are within 1e-5 after 20 iterations.  The gradient is that of the
-  iteration itself; the backward pass repeats the iteration, so nothing but the logits is kept.
+  standard-normal logits, 99.5 % are within 1e-5 after 20 iterations, but next to the identity it is
+  slow: around 6 I − 3 with a spread of 0.3 the columns are off by 3e-3 (median).  The gradient is
+  that of the iteration itself; the backward pass repeats the iteration, so nothing but the logits
+  is kept.
 
   Args:
     logits: float [..., N, N], finite.

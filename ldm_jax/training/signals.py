@@ -25,9 +25,12 @@ class StopRequest:
   def __exit__(
     self, kind: type | None, error: BaseException | None, trace: TracebackType | None
   ) -> None:
-    """Puts the old handlers back."""
+    """Puts the old handlers back; a request around this one hears of the signal too."""
     for number, handler in self._previous.items():
       signal.signal(number, handler)
+      outer = getattr(handler, "__self__", None)
+      if isinstance(outer, StopRequest) and self.signal == number:
+        outer.signal = outer.signal or self.signal
 
   def __bool__(self) -> bool:
     """Whether a stop was asked for."""

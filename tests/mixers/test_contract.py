@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from ldm_jax.config import MixerConfig
 from ldm_jax.errors import InputError
 from ldm_jax.mixers import HyperConnections, ManifoldHyperConnections, make_mixer
 from ldm_jax.training.optimizer import decay_mask
@@ -33,8 +34,9 @@ class Stack(nn.Module):
     ]
     streams = mixers[-1].init_streams(x)
     for index, mixer in enumerate(mixers[:-1]):
+      norm = nn.RMSNorm(use_scale=False, dtype=self.dtype)
       f = nn.Dense(x.shape[-1], use_bias=False, dtype=self.dtype, name=f"f_{index}")
-      streams = mixer(streams, lambda h, f=f: jnp.tanh(f(h)))
+      streams = mixer(streams, lambda h, f=f, norm=norm: jnp.tanh(f(norm(h))))
     return mixers[-1].read(streams), streams
 
 
@@ -122,7 +124,8 @@ def test_vmap_and_remat_change_no_value(name):
   plain = gradient(variables)
   chex.assert_tree_all_finite(plain)
   close(jax.jit(jax.value_and_grad(loss_of(jax.checkpoint(stack.apply))))(variables), plain)
-  one_by_one = jax.jit(jax.vmap(lambda x: stack.apply(variables, x[None])[0][0]))(X)
+  # Not jitted: single operations compile once for all variants.
+  one_by_one = jax.vmap(lambda x: stack.apply(variables, x[None])[0][0])(X)
   close(one_by_one, apply(variables, X)[0])
 
 
@@ -167,10 +170,61 @@ def test_only_weight_matrices_of_keys_and_latents_decay(name):
 @pytest.mark.parametrize("name", NOT_A_SIGN)
 def test_bfloat16_is_close_to_float32(name):
   _, variables, apply, _ = make(name)
+  # Away from the start, where coefficients are constants.
+  variables = jax.tree.map(
+    lambda p: p + 0.1 * jax.random.normal(jax.random.key(p.size), p.shape), variables
+  )
   wide = apply(variables, X)[0]
   narrow = jax.jit(Stack(name, "bfloat16").apply)(variables, X.astype(jnp.bfloat16))[0]
   # Each of the sublayers rounds a value of size ≤ max|h| to 8 bits a few times.
   assert jnp.abs(narrow - wide).max() <= SUBLAYERS * 4 * 2**-8 * jnp.abs(wide).max()
+
+
+@every_variant
+def test_whatever_weighs_streams_is_float32_also_in_bfloat16(name):
+  weighing = []
+
+  def record(next_method, args, kwargs, context):
+    out = next_method(*args, **kwargs)
+    if type(context.module).__name__ in (
+      "Connections",
+      "ManifoldCoefficients",
+      "ReadControls",
+      "WriteControls",
+      "DepthQueries",
+    ):
+      weighing.extend(jax.tree.leaves(out))
+    return out
+
+  def run(x):
+    with nn.intercept_methods(record):
+      return Stack(name, "bfloat16").init_with_output(jax.random.key(0), x)
+
+  (_, streams), _ = jax.eval_shape(run, X.astype(jnp.bfloat16))
+  assert all(array.dtype == jnp.float32 for array in weighing)
+  assert weighing or name == "preln"
+  if VARIANTS[name].rule == "rls" and VARIANTS[name].kind == "ldm":
+    assert streams.P.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+  ("settings", "message"),
+  [
+    ({"kind": "ldn"}, "mixer kind 'ldn' is not one of preln, ldm, attnres, hc, mhc"),
+    ({"rule": "rsl"}, "LinearDepthMemory: rule must be one of rls, delta, outer, got 'rsl'"),
+    ({"readout": "memory"}, "readout must be one of add, memory_only"),
+    ({"write_every": 0}, "write_every must be at least 1, got 0"),
+    ({"key_dim": 0}, "key_dim must be at least 1"),
+    ({"groups": 0}, "groups must be at least 1"),
+    ({"kind": "attnres", "block_size": 0}, "AttentionResiduals: block_size must be at least 1"),
+    ({"kind": "attnres", "block_size": -1}, "block_size must be at least 1, got -1"),
+    ({"kind": "hc", "streams": 0}, "HyperConnections: streams must be at least 1"),
+    ({"kind": "mhc", "streams": 0}, "ManifoldHyperConnections: streams must be at least 1"),
+  ],
+)
+def test_bad_settings_are_refused_when_a_mixer_is_made(settings, message):
+  with pytest.raises(InputError, match=message):
+    make_mixer(MixerConfig(**settings), 1, SUBLAYERS, "float32", None)
 
 
 @pytest.mark.parametrize("mixer", [HyperConnections(0), ManifoldHyperConnections(0)])

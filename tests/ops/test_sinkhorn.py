@@ -29,6 +29,14 @@ def test_sinkhorn_is_doubly_stochastic(size):
   np.testing.assert_allclose(m.sum(axis=-2), 1, rtol=0, atol=1e-5)
 
 
+def test_next_to_the_identity_columns_converge_slowly():
+  logits = 6 * np.eye(4) - 3 + 0.3 * np.random.default_rng(0).normal(size=(200, 4, 4))
+  m = sinkhorn(jnp.asarray(logits, jnp.float32))
+  np.testing.assert_allclose(m.sum(axis=-1), 1, rtol=0, atol=1e-5)
+  error = np.abs(m.sum(axis=-2) - 1).max(axis=-1)
+  assert 1e-3 < np.median(error) < 1e-2
+
+
 def test_sinkhorn_survives_huge_logits():
   n, rng = 4, np.random.default_rng(0)
   eye = np.eye(n)

@@ -15,6 +15,7 @@ prediction error u, a rank-one correction of M, and the Sherman-Morrison update 
 import jax
 import jax.numpy as jnp
 
+from ldm_jax.ops.products import exact_einsum
 from ldm_jax.typing import Dtype, InverseCovariance, Key, Memory, PerGroup, Value
 
 
@@ -126,7 +127,7 @@ def rls_write(
   k = k.astype(dtype)
 
   # √ω only ever appears squared; without the root the gradient at ω = 0 is finite.
-  Pk = jnp.einsum("...ij,...j->...i", P, k)
+  Pk = exact_einsum("...ij,...j->...i", P, k)
   denominator = forgetting[..., None] + importance * jnp.sum(k * Pk, axis=-1, keepdims=True)
   gain = importance * Pk / denominator
   error = v.astype(dtype) - read(M, k)
@@ -181,7 +182,7 @@ def read(M: Memory, q: Key) -> Value:
     r [..., G, V], summed and returned in at least float32 whatever the dtype of M.
   """
   dtype = _sum_dtype(M, q)
-  return jnp.einsum("...vk,...k->...v", M.astype(dtype), q.astype(dtype))
+  return exact_einsum("...vk,...k->...v", M.astype(dtype), q.astype(dtype))
 
 
 def _add_outer(M, left, right):
