@@ -12,7 +12,7 @@ Depth Memory tutorial; activations, initial values and the delta rule are this p
 """
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any
 
 import flax.linen as nn
 import flax.struct
@@ -27,8 +27,8 @@ from ldm_jax.ops.normalize import l2norm
 from ldm_jax.sharding import constrain, partitioned
 from ldm_jax.typing import ActivationsBTD, Dtype
 
-Rule = Literal["rls", "delta", "outer"]
-Readout = Literal["add", "memory_only"]
+_RULES = ("rls", "delta", "outer")
+_READOUTS = ("add", "memory_only")
 
 _zeros = nn.initializers.zeros
 # Lecun-normal over the true fan-in: the last axes of a head kernel [R, G, K] are all outputs.
@@ -84,7 +84,7 @@ class LinearDepthMemory(DepthMixer):
     dtype: dtype of the control matrix products.
   """
 
-  rule: Rule = "rls"
+  rule: str = "rls"
   groups: int = 16
   key_dim: int = 8
   shared_key: bool = False
@@ -94,15 +94,14 @@ class LinearDepthMemory(DepthMixer):
   forgetting_init: float = 0.98
   gain_init: float = 0.0
   memory_dtype: Dtype = "float32"
-  readout: Readout = "add"
+  readout: str = "add"
   residual: bool = True
   forgetting: bool = True
   importance: bool = True
   write_every: int = 1
 
   def __post_init__(self):
-    for setting, choices in (("rule", Rule), ("readout", Readout)):
-      choices = get_args(choices)
+    for setting, choices in (("rule", _RULES), ("readout", _READOUTS)):
       self.require(setting, getattr(self, setting) in choices, f"one of {', '.join(choices)}")
     for setting in ("groups", "key_dim", "latent_dim", "write_every"):
       self.require(setting, getattr(self, setting) >= 1, "at least 1")
@@ -246,7 +245,7 @@ class WriteControls(nn.Module):
   groups: int
   key_dim: int
   latent_dim: int
-  rule: Rule
+  rule: str
   shared_key: bool
   min_forgetting: float
   forgetting_init: float
