@@ -51,6 +51,9 @@ class MixerConfig:
   """Forgetting factors at initialisation (rule rls)."""
   gain_init: float = 0.0
   """Read gain at initialisation, 0 starts as PreLN (readout add)."""
+  key_bias_init: float = 0.0
+  """Every component of the key and query biases at initialisation. The larger, the more alike keys
+  and queries start, and the closer a read is to the mean of the outputs so far."""
   memory_dtype: Literal["float32", "bfloat16"] = "float32"
   """How the memory is carried between sublayers."""
   readout: Literal["add", "memory_only"] = "add"

@@ -73,6 +73,9 @@ class LinearDepthMemory(DepthMixer):
     min_forgetting: lower bound of the learned forgetting factors λ.
     forgetting_init: λ at initialisation.
     gain_init: read gain at initialisation; at 0 the network starts as PreLN to the bit.
+    key_bias_init: every component of the key and query biases at initialisation.  At 0 they point
+      anywhere; the larger, the more alike they start, and the closer M q is to the weighted mean of
+      the outputs so far.
     memory_dtype: dtype in which M is carried ("float32" or "bfloat16"); sums are float32.
     readout: "add" reads x + gain · gate · M q; "memory_only" reads M q alone (an ablation; there is
       no gain and no gate then).
@@ -93,6 +96,7 @@ class LinearDepthMemory(DepthMixer):
   min_forgetting: float = 0.5
   forgetting_init: float = 0.98
   gain_init: float = 0.0
+  key_bias_init: float = 0.0
   memory_dtype: Dtype = "float32"
   readout: str = "add"
   residual: bool = True
@@ -109,12 +113,13 @@ class LinearDepthMemory(DepthMixer):
 
   def setup(self):
     """Declares both control networks; parameters appear only where they are used."""
-    sizes = {name: getattr(self, name) for name in ("groups", "key_dim", "latent_dim", "dtype")}
+    names = ("groups", "key_dim", "latent_dim", "key_bias_init", "dtype")
+    shared = {name: getattr(self, name) for name in names}
     self.read_controls = ReadControls(
-      **sizes, gain_init=self.gain_init, gated=self.readout == "add"
+      **shared, gain_init=self.gain_init, gated=self.readout == "add"
     )
     self.write_controls = WriteControls(
-      **sizes,
+      **shared,
       rule=self.rule,
       shared_key=self.shared_key,
       min_forgetting=self.min_forgetting,
@@ -213,6 +218,7 @@ class ReadControls(nn.Module):
   groups: int
   key_dim: int
   latent_dim: int
+  key_bias_init: float
   gain_init: float
   gated: bool
   dtype: Dtype
@@ -245,6 +251,7 @@ class WriteControls(nn.Module):
   groups: int
   key_dim: int
   latent_dim: int
+  key_bias_init: float
   rule: str
   shared_key: bool
   min_forgetting: float
@@ -290,7 +297,8 @@ def _vector_head(module, name, latent, groups, size):
   kernel = module.param(
     f"{name}_kernel", partitioned(_head_init, "latent", *axes), (latent.shape[-1], *shape)
   )
-  bias = module.param(f"{name}_bias", partitioned(_zeros, *axes), shape)
+  init = nn.initializers.constant(module.key_bias_init)
+  bias = module.param(f"{name}_bias", partitioned(init, *axes), shape)
   product = jnp.einsum(
     "btr,rgk->btgk", latent, kernel.astype(latent.dtype), preferred_element_type=jnp.float32
   )

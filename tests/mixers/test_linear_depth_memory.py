@@ -98,6 +98,20 @@ def test_initial_values_of_the_controls():
   assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(variables))
 
 
+def test_a_large_key_bias_starts_reads_at_the_mean_of_the_outputs():
+  x, *outputs = jax.random.normal(jax.random.key(0), (4, B, T, D))
+  settings = dict(groups=G, key_dim=K, key_bias_init=1e3, readout="memory_only", forgetting=False)
+  streams = LinearDepthMemory(0, **settings).init_streams(x)
+  for index, v in enumerate(outputs):
+    mixer = LinearDepthMemory(index, **settings)
+    streams, _ = mixer.init_with_output(jax.random.key(index), streams, lambda h, v=v: v)
+  mixer = LinearDepthMemory(3, **settings)
+  variables = mixer.init(jax.random.key(3), streams, lambda h: h)
+  h = mixer.apply(variables, streams, method="read")
+  # Three writes under one key against a ridge of 1: their sum over 4.
+  np.testing.assert_allclose(h, sum(outputs) / 4, rtol=1e-2, atol=1e-2)
+
+
 def test_forgetting_never_falls_below_its_bound():
   mixer = LinearDepthMemory(1, groups=G, key_dim=K, min_forgetting=0.6)
   x = jnp.ones((B, T, D))
