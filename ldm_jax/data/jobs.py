@@ -158,10 +158,11 @@ class _Report:
 def _read_input(item, writers, tokenizer, settings, progress):
   report = _Report(item.path, item.size, _sha256(item.path, lambda _: progress(0)), item.format)
   reader = Reader(item.path, item.format, settings.field, settings.column)
-  done, found = 0, 0
+  done, found, last = 0, 0, ""
   try:
     for document in reader.documents():
       found += 1
+      last = document.where
       if isinstance(document, Skipped):
         report.note("skipped", document.where, document.reason)
       else:
@@ -169,7 +170,7 @@ def _read_input(item, writers, tokenizer, settings, progress):
       progress(reader.position() - done)
       done = reader.position()
   except DocumentError as error:
-    report.note("skipped", "the rest" if found else "", str(error))
+    report.note("skipped", f"after {last}" if last else "", str(error))
   if not found and not report.skipped:
     report.note("empty", "", "no documents in the file")
   progress(max(item.size - done, 0))

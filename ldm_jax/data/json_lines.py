@@ -1,11 +1,11 @@
 """JSON lines of any length: a line too long for memory is parsed around its long strings."""
 
+import io
 import json
 import re
 import secrets
 import tempfile
 from collections.abc import Iterator
-from typing import BinaryIO
 
 from ldm_jax.errors import DocumentError
 
@@ -44,7 +44,7 @@ def field_of_line(line: bytes, field: str) -> tuple[str, bool]:
 class LongLine:
   """A line longer than `LONGEST_LINE`, read once; its long strings lie in a temporary file."""
 
-  def __init__(self, start: bytes, file: BinaryIO, field: str):
+  def __init__(self, start: bytes, file: io.IOBase, field: str):
     """Reads to the end of the line.
 
     Args:
@@ -60,7 +60,11 @@ class LongLine:
     self._spool = tempfile.TemporaryFile()  # noqa: SIM115 closed with the object
     self._mark = f"long string {secrets.token_hex(16)} "  # what no line has
     self._spans = []
-    value = _field(self._skeleton(start, file), field)
+    try:
+      value = _field(self._skeleton(start, file), field)
+    except DocumentError:
+      self.close()
+      raise
     self._short = None
     if value.startswith(self._mark):
       self._span = self._spans[int(value.removeprefix(self._mark))]

@@ -158,9 +158,10 @@ def _open_output(folder, plan):
     )
   try:
     (folder / UNFINISHED).mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / UNFINISHED / "plan.json", json.dumps(plan))
   except OSError as error:
     raise InputError(f"--output {folder}: cannot write there: {error.strerror}") from error
+  with writing(folder):
+    write_atomically(folder / UNFINISHED / "plan.json", json.dumps(plan))
   return None
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -137,7 +137,7 @@ class Reader:
         else:
           yield Skipped(f"row {row}", "null")
 
-  def _unpack(self, raw) -> BinaryIO:
+  def _unpack(self, raw):
     suffix = os.path.splitext(self._path.name)[1].lower()
     if suffix == ".gz":
       return gzip.GzipFile(fileobj=raw)
