@@ -159,6 +159,12 @@ def _read_input(item, writers, tokenizer, settings, progress):
   report = _Report(item.path, item.size, _sha256(item.path, lambda _: progress(0)), item.format)
   reader = Reader(item.path, item.format, settings.field, settings.column)
   done, found, last = 0, 0, ""
+
+  def advance():
+    nonlocal done
+    step, done = reader.position() - done, reader.position()
+    progress(step)
+
   try:
     for document in reader.documents():
       found += 1
@@ -166,9 +172,8 @@ def _read_input(item, writers, tokenizer, settings, progress):
       if isinstance(document, Skipped):
         report.note("skipped", document.where, document.reason)
       else:
-        _take(document, writers, tokenizer, settings, report, lambda: progress(0))
-      progress(reader.position() - done)
-      done = reader.position()
+        _take(document, writers, tokenizer, settings, report, advance)
+      advance()
   except DocumentError as error:
     report.note("skipped", f"after {last}" if last else "", str(error))
   if not found and not report.skipped:
@@ -177,14 +182,14 @@ def _read_input(item, writers, tokenizer, settings, progress):
   return dataclasses.asdict(report)
 
 
-def _take(document: Document, writers, tokenizer, settings, report, check_stop):
+def _take(document: Document, writers, tokenizer, settings, report, advance):
   """Writes one document to the part its text belongs to, or says why not."""
   writer, size = None, 0
 
   def counted(pieces: Iterator[bytes]) -> Iterator[bytes]:
     nonlocal size
     for piece in pieces:
-      check_stop()
+      advance()
       size += len(piece)
       yield piece
 

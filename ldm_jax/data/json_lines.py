@@ -7,7 +7,7 @@ import secrets
 import tempfile
 from collections.abc import Iterator
 
-from ldm_jax.errors import DocumentError
+from ldm_jax.errors import DocumentError, TrainingError
 
 LONGEST_LINE = 2**24  # bytes that are parsed in one go
 _LONG_STRING = 2**16  # a string of more bytes is kept outside the line's skeleton
@@ -55,6 +55,7 @@ class LongLine:
     Raises:
       DocumentError: if the line is no JSON object with a string in that field; it was read to its
         end all the same.
+      TrainingError: if there is no room for the temporary file.
     """
     self.repaired = False
     self._spool = tempfile.TemporaryFile()  # noqa: SIM115 closed with the object
@@ -62,7 +63,7 @@ class LongLine:
     self._spans = []
     try:
       value = _field(self._skeleton(start, file), field)
-    except DocumentError:
+    except BaseException:
       self.close()
       raise
     self._short = None
@@ -115,10 +116,10 @@ class LongLine:
           continue
         end = _STRING_END.match(data, position).end()
         if end < len(data) and data[end : end + 1] == b"\\":  # an escape cut by the block's end
-          self._spool.write(data[position:end])
+          self._write(data[position:end])
           pending, position = data[end:], len(data)
           continue
-        self._spool.write(data[position:end])
+        self._write(data[position:end])
         position = end
         if position < len(data):
           size += self._close_string(skeleton, begun)
@@ -135,6 +136,15 @@ class LongLine:
     if in_string:
       raise DocumentError("not valid JSON: a string has no end")
     return _parse(b"".join(skeleton).decode("utf-8", "replace"))
+
+  def _write(self, data):
+    try:
+      self._spool.write(data)
+    except OSError as error:
+      raise TrainingError(
+        f"writing a long line to {tempfile.gettempdir()} failed: {error.strerror}; free space, or "
+        "set TMPDIR to another folder, then run the same command again"
+      ) from error
 
   def _close_string(self, skeleton, begun):
     end = self._spool.tell()

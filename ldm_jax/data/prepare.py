@@ -28,6 +28,7 @@ from ldm_jax.data.prepared import (
   META_FILE,
   PARTS,
   TOKENIZER_FILE,
+  PreparedData,
   fingerprint,
 )
 from ldm_jax.data.progress import ByteProgress
@@ -115,6 +116,8 @@ def prepare(
   if records is None:
     return None
   meta = old if old is not None else _finish(folder, plan, records, ignored, tokenizer)
+  if "://" not in output:
+    PreparedData(folder)  # all it names is there and whole
   return meta | {"fingerprint": fingerprint(meta)}
 
 

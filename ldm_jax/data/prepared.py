@@ -18,7 +18,7 @@ from etils import epath
 from grain.sources import ArrayRecordDataSource
 
 from ldm_jax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
-from ldm_jax.errors import InputError
+from ldm_jax.errors import InputError, TrainingError
 from ldm_jax.typing import PathLike
 
 FORMAT_VERSION = 1
@@ -56,7 +56,11 @@ class PreparedStream:
     return int(self._starts[-1]) + 1
 
   def __getitem__(self, part: slice) -> np.ndarray:
-    """The ids of a slice with step 1, as stored, [n]."""
+    """The ids of a slice with step 1, as stored, [n].
+
+    Raises:
+      TrainingError: if a shard cannot be read, naming it.
+    """
     start, stop, step = part.indices(len(self))
     if step != 1:
       raise ValueError("a prepared stream is read forwards, without steps")
@@ -64,13 +68,22 @@ class PreparedStream:
     while position < end:
       shard = int(np.searchsorted(self._starts, position, side="right")) - 1
       chunk, offset = divmod(position - int(self._starts[shard]), CHUNK)
-      record = self._source[int(self._first_records[shard]) + chunk]
+      record = self._read(shard, chunk)
       piece = np.frombuffer(record, self._dtype)[offset : offset + end - position]
       pieces.append(piece)
       position += len(piece)
     if stop == len(self) and start < stop:
       pieces.append(np.array([self._boundary], self._dtype))
     return np.concatenate(pieces) if pieces else np.zeros(0, self._dtype)
+
+  def _read(self, shard, chunk):
+    try:
+      return self._source[int(self._first_records[shard]) + chunk]
+    except (RuntimeError, ValueError, OSError) as error:
+      raise TrainingError(
+        f"reading record {chunk} of {self._paths[shard]} failed: {error}; restore the file, then "
+        "run the same command again"
+      ) from error
 
   @functools.cached_property
   def _source(self):

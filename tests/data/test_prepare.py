@@ -195,6 +195,13 @@ def test_a_finished_set_is_left_alone_and_other_requests_are_refused(texts, tmp_
   assert contents(tmp_path / "out") == before
 
 
+def test_a_finished_set_that_lost_a_shard_is_not_called_ready(texts, tmp_path):
+  prepare_here(tmp_path / "in", tmp_path / "out")
+  (tmp_path / "out" / "train-00000.array_record").unlink()
+  with pytest.raises(InputError, match=r"train-00000\.array_record is missing"):
+    prepare_here(tmp_path / "in", tmp_path / "out")
+
+
 def test_an_empty_part_is_refused_and_leaves_the_folder_free(tmp_path):
   (tmp_path / "in").mkdir()
   (tmp_path / "in" / "a.txt").write_text("only one")
@@ -282,7 +289,7 @@ def test_a_line_of_200_mb_stays_below_1_gib(tmp_path):
       file.write(b"no newline " * 40_000)
   for number in range(100):
     (tmp_path / "in" / f"{number}.txt").write_text(f"small {number}")
-  for tokenizer in ("bytes", train_bpe(tmp_path / "t.json")):
+  for tokenizer in ("bytes", train_bpe(tmp_path / "t.json")):  # BPE takes some minutes
     arguments = ["--input", tmp_path / "in", "--output", tmp_path / f"out{tokenizer == 'bytes'}"]
     arguments += ["--tokenizer", tokenizer, "--held-out-one-in", "20", "--json"]
     program = (

@@ -13,7 +13,7 @@ from ldm_jax.data import PackedRows, PreparedData, lay_end_to_end, load_dataset,
 from ldm_jax.data.jobs import Settings
 from ldm_jax.data.prepare import prepare
 from ldm_jax.data.tokenizer import ByteTokenizer
-from ldm_jax.errors import InputError
+from ldm_jax.errors import InputError, TrainingError
 from ldm_jax.training import loop
 from ldm_jax.training.evaluation import evaluate
 from ldm_jax.training.step import LossSums
@@ -134,6 +134,22 @@ def test_damage_is_told_by_the_file(folder, tmp_path, name, damage, message):
   with pytest.raises(InputError, match=message) as info:
     load_dataset(config_for(tmp_path / "copy"))
   assert name in str(info.value)
+
+
+def test_a_record_that_rots_ends_the_run_by_the_file(folder, tmp_path):
+  shutil.copytree(folder / "bytes", tmp_path / "copy")
+  path = tmp_path / "copy" / "train-00000.array_record"
+  contents = bytearray(path.read_bytes())
+  dataset = load_dataset(config_for(tmp_path / "copy"))
+  start = 1 + next(i for i in range(200, len(contents)) if contents[i : i + 8] == bytes(8)) // 2
+  contents[start] ^= 255
+  path.write_bytes(contents)
+  dataset = load_dataset(config_for(tmp_path / "copy"))
+  with (
+    pytest.raises(TrainingError, match=r"reading record \d+ of .*train-00000\.array_record failed"),
+    dataset.train_batches(0, 200) as batches,
+  ):
+    list(batches)
 
 
 def test_settings_that_do_not_fit_are_refused(folder):
