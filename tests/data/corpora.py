@@ -23,7 +23,7 @@ def train_bpe(path: Path, boundary: str = "<|endoftext|>") -> Path:
   tokenizer.decoder = tokenizers.decoders.ByteLevel()
   trainer = tokenizers.trainers.BpeTrainer(
     vocab_size=400,
-    special_tokens=[boundary],
+    special_tokens=[boundary, "<|pad|>"],
     initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     show_progress=False,
   )
@@ -119,8 +119,8 @@ def hostile_folder(folder: Path) -> tuple[list[bytes], set[tuple[str, str, str]]
   good.extend(text.encode() for text in texts[:whole] if text)
   problems.add(("skipped", "cut.jsonl.gz", f"after line {whole}"))
 
-  packed = gzip.compress(random.Random(0).randbytes(100_000))
-  file("cut.txt.gz", packed[:50_000])
+  packed = gzip.compress(random.Random(0).randbytes(400_000))
+  file("cut.txt.gz", packed[:300_000])
   problems.add(("skipped", "cut.txt.gz", ""))
   file("cut.txt.zst", zstd.compress(b"some text " * 100)[:-3])
   problems.add(("skipped", "cut.txt.zst", ""))

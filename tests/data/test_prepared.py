@@ -113,6 +113,13 @@ def swap(path):
   path.with_name("meta.json").write_text(json.dumps(meta))
 
 
+def foreign(path):
+  """Another data set's file of the same size and number of records differs in its trailer alone."""
+  meta = json.loads(path.with_name("meta.json").read_text())
+  meta["shards"]["train"][0]["sha256"] = "0" * 64
+  path.with_name("meta.json").write_text(json.dumps(meta))
+
+
 @pytest.mark.parametrize(
   ("name", "damage", "message"),
   [
@@ -120,6 +127,7 @@ def swap(path):
     ("train-00000.array_record", cut, "it was cut or replaced"),
     ("train-00000.array_record", cut_to_the_same_size, "is damaged|another data set"),
     ("train-00000.array_record", swap, "shard of another data set"),
+    ("train-00000.array_record", foreign, "shard of another data set"),
     ("meta.json", lambda path: path.unlink(), "has no meta.json.*ldm_jax.data.prepare"),
     ("meta.json", cut, "is damaged"),
     ("meta.json", lambda path: path.write_text("[]"), "is damaged"),

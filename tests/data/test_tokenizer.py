@@ -35,6 +35,7 @@ def test_bpe_round_trip_never_gives_the_boundary(bpe):
     assert bpe.decode(ids) == text
     assert bpe.decode([bpe.boundary, *ids, bpe.boundary]) == text
     assert not (ids == bpe.boundary).any()
+  assert not (bpe.encode("<|pad|>") == 1).any()
   assert len(bpe.encode("def def def")) < 11
   assert bpe.encode(b"\xff").tolist() == bpe.encode("\ufffd").tolist()
 
