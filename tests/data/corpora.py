@@ -119,8 +119,8 @@ def hostile_folder(folder: Path) -> tuple[list[bytes], set[tuple[str, str, str]]
   good.extend(text.encode() for text in texts[:whole] if text)
   problems.add(("skipped", "cut.jsonl.gz", f"after line {whole}"))
 
-  packed = gzip.compress(random.Random(0).randbytes(400_000))
-  file("cut.txt.gz", packed[:300_000])
+  packed = gzip.compress(random.Random(0).randbytes(3_000_000))  # cut well inside
+  file("cut.txt.gz", packed[:2_500_000])
   problems.add(("skipped", "cut.txt.gz", ""))
   file("cut.txt.zst", zstd.compress(b"some text " * 100)[:-3])
   problems.add(("skipped", "cut.txt.zst", ""))
