@@ -2,8 +2,9 @@
 
     python train.py --config configs/ldm_400m.py --workdir RUN
 
-A step is 1,048,576 tokens.  The vocabulary is that of the GPT-NeoX tokenizer padded to 50,304; the
-only data source so far is the byte text of the standard library, which uses 257 of those ids.
+A step is 1,048,576 tokens.  The vocabulary is that of the GPT-NeoX tokenizer padded to 50,304; give
+data prepared with it by `--data.source prepared --data.path DIR`.  Without, the run takes the byte
+text of the standard library, which uses 257 of those ids.
 """
 
 from ldm_jax import Config, MixerConfig, ModelConfig

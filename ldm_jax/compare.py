@@ -63,10 +63,10 @@ def compare(comparison: Comparison, out: PathLike) -> tuple[int, dict[str, Any]]
       comparison: the settings, `Comparison` as nested dicts.
       runs: for each run "mixer", "learning_rate", "seed", "folder" under `out`, "status" ("done",
         "diverged" or "unfinished"), "loss" after the last step (nats per token, None unless done),
-        "curve" (a list of "step", "tokens", "loss", "bits_per_byte" of each evaluation), "seconds"
-        of wall time or None if unknown, "message" of a divergence or None, and "environment" that
-        the run ended in or None: "device", "jax", "python", "data_fingerprint" and, in a
-        checkout, "git_commit".
+        "curve" (a list of "step", "tokens", "loss", "bits_per_byte" of each evaluation, the last
+        None unless tokens are bytes), "seconds" of wall time or None if unknown, "message" of a
+        divergence or None, and "environment" that the run ended in or None: "device", "jax",
+        "python", "data_fingerprint" and, in a checkout, "git_commit".
       parameters: their number for each mixer.
       timing: "measured_on", "rounds", "median_seconds" and "temporary_bytes" of a train step for
         each mixer; None until all runs have ended.

@@ -113,14 +113,22 @@ class ModelConfig:
 class DataConfig:
   """Where tokens come from."""
 
-  source: Literal["stdlib"] = "stdlib"
-  """stdlib: the .py files of this Python's standard library, as bytes."""
+  source: Literal["stdlib", "prepared", "synthetic"] = "stdlib"
+  """stdlib: the .py files of this Python's standard library, as bytes. prepared: a folder made by
+  python -m ldm_jax.data.prepare. synthetic: random ids, for speed tests."""
+  path: str | None = None
+  """Folder of the data set (source prepared)."""
+  tokenizer: str | None = None
+  """'bytes' or a tokenizer file that the data set must have been made with; None takes its own
+  (source prepared)."""
   sequence_length: int = 256
   """T: tokens in a row."""
   batch_size: int = 8
   """Rows in a step, over all devices and accumulation steps."""
   seed: int = 0
   """Order of the rows."""
+  workers: int = 0
+  """Processes that load batches ahead; 0 for a thread of the training process."""
 
 
 @dataclasses.dataclass(frozen=True)

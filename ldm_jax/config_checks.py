@@ -24,7 +24,7 @@ _RANGES = (
     lambda x: x >= 0,
     "at least 0",
     "optimizer.warmup_steps optimizer.weight_decay optimizer.z_loss train.eval_batches "
-    "train.sample_tokens",
+    "train.sample_tokens data.workers",
   ),
   (lambda x: 0 <= x < 2**31, "at least 0 and below 2147483648", "data.seed train.seed"),
   (
@@ -154,6 +154,15 @@ def check_combinations(values: Mapping[str, Any]) -> None:
       f"model.vocab_size = {values['model.vocab_size']} is too small for data.source = stdlib, "
       "whose byte tokenizer has 257 ids"
     )
+  prepared = values["data.source"] == "prepared"
+  if prepared and not values["data.path"]:
+    raise InputError("data.source = prepared needs data.path, the folder of the data set")
+  for key in ("data.path", "data.tokenizer"):
+    if values[key] is not None and not prepared:
+      raise InputError(
+        f"{key} = {values[key]} belongs to data.source = prepared, and data.source is "
+        f"{values['data.source']}; set data.source or leave {key} out"
+      )
   divides("train.accumulate", "data.batch_size")
 
 

@@ -14,3 +14,7 @@ class TrainingError(RuntimeError):
 
 class DivergedError(TrainingError):
   """The numbers of a run ended it: a loss, parameter or moment is not finite."""
+
+
+class DocumentError(ValueError):
+  """A document, or the rest of a file of documents, cannot be read; the message says why."""

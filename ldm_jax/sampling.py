@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from ldm_jax.data.tokenizer import ByteTokenizer
+from ldm_jax.data.tokenizer import Tokenizer
 from ldm_jax.model import TransformerLM
 from ldm_jax.typing import PyTree
 
@@ -13,7 +13,7 @@ from ldm_jax.typing import PyTree
 def sample(
   model: TransformerLM,
   params: PyTree,
-  tokenizer: ByteTokenizer,
+  tokenizer: Tokenizer,
   prompt: str,
   length: int,
   temperature: float = 0.8,

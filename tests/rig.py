@@ -1,12 +1,25 @@
 """The smallest run that exercises everything: bytes, 2 blocks, width 32, 8 rows of 32 tokens."""
 
+import contextlib
 import dataclasses
+import os
+import signal
 from pathlib import Path
 
 from ldm_jax import Config, MixerConfig, ModelConfig
 from ldm_jax.config import DataConfig, OptimizerConfig, TrainConfig, with_mixer
+from ldm_jax.data import Dataset
 
-__all__ = ["MECHANISMS", "ROOT", "VARIANTS", "tiny_config", "with_kind", "with_mixer", "with_model"]
+__all__ = [
+  "MECHANISMS",
+  "ROOT",
+  "VARIANTS",
+  "signal_at",
+  "tiny_config",
+  "with_kind",
+  "with_mixer",
+  "with_model",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,6 +39,24 @@ def tiny_config(kind: str = "ldm", **train) -> Config:
       )
     ),
   )
+
+
+def signal_at(monkeypatch, step: int, number: signal.Signals) -> None:
+  """Training gets the signal when it asks for the batch of a step."""
+  original = Dataset.train_batches
+
+  @contextlib.contextmanager
+  def train_batches(self, first, stop):
+    def signalled(batches):
+      for at, batch in enumerate(batches, first):
+        if at == step:
+          os.kill(os.getpid(), number)
+        yield batch
+
+    with original(self, first, stop) as batches:
+      yield signalled(batches)
+
+  monkeypatch.setattr(Dataset, "train_batches", train_batches)
 
 
 def with_model(config: Config, **changes) -> Config:

@@ -23,10 +23,9 @@ from ldm_jax.compare import compare
 from ldm_jax.comparison import Comparison, Run, load_comparison
 from ldm_jax.comparison_report import _style, draw_plot, markdown_table, summarise
 from ldm_jax.config import MixerConfig, to_json
-from ldm_jax.data.pipeline import Dataset
 from ldm_jax.errors import DivergedError, InputError, TrainingError
 from ldm_jax.training import loop
-from tests.rig import ROOT, tiny_config, with_model
+from tests.rig import ROOT, signal_at, tiny_config, with_model
 
 
 def tiny_comparison(**changes) -> Comparison:
@@ -195,19 +194,13 @@ def test_a_second_call_does_nothing(whole, monkeypatch):
   assert before == [(path, path.read_bytes(), path.stat().st_mtime_ns) for path in files]
 
 
-def test_a_stopped_comparison_goes_on_to_the_same_losses(whole, tmp_path, monkeypatch, capsys):
+def test_a_stopped_comparison_goes_on_to_the_same_losses(whole, tmp_path, capsys):
   out = tmp_path / "out"
   shutil.copytree(whole.out, out)
   shutil.rmtree(out / "runs" / "preln-lr0.01-seed1")
-  original = Dataset.train_batch
-
-  def stop_there(self, step):
-    if step == 3:
-      os.kill(os.getpid(), signal.SIGTERM)
-    return original(self, step)
-
-  monkeypatch.setattr(Dataset, "train_batch", stop_there)
-  code, results = compare(tiny_comparison(), out)
+  with pytest.MonkeyPatch.context() as patch:
+    signal_at(patch, 3, signal.SIGTERM)
+    code, results = compare(tiny_comparison(), out)
   assert code == 75
   assert "the same command resumes" in capsys.readouterr().out.splitlines()[-1]
   assert results == read(out)
@@ -216,7 +209,6 @@ def test_a_stopped_comparison_goes_on_to_the_same_losses(whole, tmp_path, monkey
   assert "**1 of 4 runs are missing.**" in (out / "table.md").read_text()
   assert "(1 of 2 seeds)" in (out / "table.md").read_text()
 
-  monkeypatch.setattr(Dataset, "train_batch", original)
   code, results = compare(tiny_comparison(), out)
   assert code == 0
   assert "3 of 4 runs have ended already" in capsys.readouterr().out

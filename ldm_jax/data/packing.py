@@ -7,7 +7,7 @@ across two documents: the target of a document's last token is the boundary, not
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -32,31 +32,56 @@ class Batch(NamedTuple):
   loss_mask: np.ndarray
 
 
-class PackedRows:
-  """Random access to the rows that a list of tokenized documents packs into."""
+@runtime_checkable
+class TokenStream(Protocol):
+  """Documents end to end: a boundary id before each one and one more after the last.
 
-  def __init__(self, documents: Sequence[np.ndarray], length: int, boundary: int):
-    """Packs in the given order.
+  Every document has a boundary on both sides; two in a row would be the same id, so one sequence
+  holds inputs and, shifted by one, targets.  The boundary id occurs nowhere inside a document, so
+  it alone tells where documents start.  A NumPy array [n] is such a stream.
+  """
+
+  def __len__(self) -> int:
+    """Ids in all."""
+
+  def __getitem__(self, part: slice) -> np.ndarray:
+    """The ids `part.start` … `part.stop` − 1, unsigned integers [n]."""
+
+
+def lay_end_to_end(documents: Sequence[np.ndarray], boundary: int) -> np.ndarray:
+  """The token stream of documents held in memory.
+
+  Args:
+    documents: token ids of each document, unsigned [n]; empty ones count as one boundary pair.
+    boundary: the id before the first and after the last token of each document.
+
+  Raises:
+    InputError: without any document.
+  """
+  if not documents:
+    raise InputError("no documents to pack into rows")
+  edge = np.array([boundary], documents[0].dtype)
+  return np.concatenate([part for document in documents for part in (edge, document)] + [edge])
+
+
+class PackedRows:
+  """Random access to the rows that a token stream is cut into."""
+
+  def __init__(self, ids: TokenStream, length: int, boundary: int):
+    """Cuts from the start, whatever documents there are.
 
     Args:
-      documents: token ids of each document, uint16 [n]; empty ones count as one boundary pair.
+      ids: the stream, see `TokenStream`.
       length: T.
-      boundary: the id before the first and after the last token of each document.
+      boundary: its boundary id.
 
     Raises:
-      InputError: without any document.
+      InputError: if the stream has no document.
     """
-    if not documents:
+    if len(ids) < 2:
       raise InputError("no documents to pack into rows")
     self.length = length
-    sizes = np.array([len(document) + 1 for document in documents])
-    self._starts = np.concatenate([[0], np.cumsum(sizes)])
-    edge = np.array([boundary], documents[0].dtype)
-    # Every document has a boundary on both sides; two in a row would be the same id, so one array
-    # holds inputs and, shifted by one, targets.
-    self._ids = np.concatenate(
-      [part for document in documents for part in (edge, document)] + [edge]
-    )
+    self._ids, self._boundary = ids, boundary
 
   def __len__(self) -> int:
     """Rows, the last one padded."""
@@ -65,7 +90,7 @@ class PackedRows:
   @property
   def pairs(self) -> int:
     """Real (token, target) pairs in all rows."""
-    return int(self._starts[-1])
+    return len(self._ids) - 1
 
   def __getitem__(self, index: int) -> Batch:
     """Row `index`, arrays [T].
@@ -76,20 +101,20 @@ class PackedRows:
     if not 0 <= index < len(self):
       raise IndexError(f"row {index} of {len(self)}")
     start = int(index) * self.length
-    stop = min(start + self.length, self.pairs)
-    pairs = np.arange(start, stop)
-    document = np.searchsorted(self._starts, pairs, side="right") - 1
+    ids = self._ids[start : min(start + self.length, self.pairs) + 1].astype(np.int32)
+    tokens, pairs = ids[:-1], np.arange(len(ids) - 1, dtype=np.int32)
+    starts = tokens == self._boundary
+    starts[0] = True  # a document that continues from the row before is the first segment
     row = Batch(
-      tokens=self._ids[start:stop],
-      targets=self._ids[start + 1 : stop + 1],
-      positions=pairs - np.maximum(self._starts[document], start),
-      segment_ids=document - document[0] + 1,
-      loss_mask=np.ones(stop - start, bool),
+      tokens=tokens,
+      targets=ids[1:],
+      positions=pairs - np.maximum.accumulate(np.where(starts, pairs, 0)),
+      segment_ids=np.cumsum(starts, dtype=np.int32),
+      loss_mask=np.ones(len(tokens), bool),
     )
-    padding = (0, self.length - (stop - start))
-    return Batch(
-      *(np.pad(array.astype(bool if array.dtype == bool else np.int32), padding) for array in row)
-    )
+    if len(tokens) == self.length:
+      return row
+    return Batch(*(np.pad(array, (0, self.length - len(tokens))) for array in row))
 
 
 def empty_rows(count: int, length: int) -> Batch:

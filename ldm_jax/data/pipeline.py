@@ -1,18 +1,29 @@
-"""From a config to batches: which rows a step sees, and in which order."""
+"""From a config to batches: which rows a step sees, in which order, and loading them ahead."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
+from collections.abc import Iterator
+from typing import TypeAlias
 
 import grain
 import numpy as np
+from absl import flags
 
 from ldm_jax.config import Config
-from ldm_jax.data.packing import Batch, PackedRows, empty_rows
+from ldm_jax.data.packing import Batch, PackedRows, empty_rows, lay_end_to_end
+from ldm_jax.data.prepared import PreparedData
 from ldm_jax.data.stdlib import stdlib_documents
-from ldm_jax.data.tokenizer import ByteTokenizer
+from ldm_jax.data.synthetic import SyntheticRows
+from ldm_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from ldm_jax.errors import InputError
+
+Rows: TypeAlias = PackedRows | SyntheticRows
 
 _EVALUATION_SEED = 0
+_SYNTHETIC_ROWS = {"train": 2**20, "held_out": 2**10}
+_AHEAD = 4  # batches loaded before they are asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,19 +31,58 @@ class Dataset:
   """Training and held-out rows with the tokenizer they were made with.
 
   The training batch of a step is a function of (seed, step): rows are permuted anew in each epoch
-  and follow each other without a gap, so a batch may span two epochs.
+  and follow each other without a gap, so a batch may span two epochs.  Every row is found by its
+  number, so the number of finished steps is all there is to restore: no iterator has state of its
+  own, and any host count, worker count or point of resume sees the same batches.
+
+  Attributes:
+    train_rows: to train on.
+    held_out_rows: to evaluate on.
+    tokenizer: of the ids; None if they stand for no text.
+    batch_size: rows of a batch, over all hosts.
+    seed: of the order of rows.
+    fingerprint: names the data, to tell them from others on a resume.
+    workers: processes that load batches ahead; 0 for a thread.
   """
 
-  train_rows: PackedRows
-  held_out_rows: PackedRows
-  tokenizer: ByteTokenizer
+  train_rows: Rows
+  held_out_rows: Rows
+  tokenizer: Tokenizer | None
   batch_size: int
   seed: int
   fingerprint: str
+  workers: int = 0
 
-  def train_batch(self, step: int) -> Batch:
-    """The batch [B, T] of training step `step`, counted from 0."""
-    return self._train[step]
+  def train_batch(self, step: int, host: int = 0, hosts: int = 1) -> Batch:
+    """The batch [B / hosts, T] of training step `step`, counted from 0.
+
+    Args:
+      step: finished steps before it.
+      host: which of `hosts` equal, contiguous parts of the batch to load; only its rows are read.
+      hosts: parts.
+
+    Raises:
+      InputError: if the batch cannot be split so.
+    """
+    return self._parts(hosts)[step * hosts + host]
+
+  def train_batches(self, first: int, stop: int, host: int = 0, hosts: int = 1) -> "BatchIterator":
+    """The batches of steps `first` … `stop` − 1, equal to `train_batch`, loaded ahead.
+
+    Close the iterator after use, or use it as a context.
+
+    Raises:
+      InputError: if the batch cannot be split over the hosts.
+    """
+    steps = self._parts(hosts)[slice(first * hosts + host, stop * hosts, hosts)]
+    ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD)
+    dataset = steps.to_iter_dataset(ahead)
+    if self.workers:
+      if not flags.FLAGS.is_parsed():  # grain reads flags of its own, which only absl.app parses
+        flags.FLAGS.mark_as_parsed()
+      options = grain.MultiprocessingOptions(self.workers, per_worker_buffer_size=_AHEAD)
+      dataset = dataset.mp_prefetch(options)
+    return BatchIterator(dataset)
 
   def held_out_batches(self, count: int) -> list[Batch]:
     """The same batches [B, T] at every call; the last one is filled up with padding rows.
@@ -51,18 +101,61 @@ class Dataset:
     padding = empty_rows(missing, batch.tokens.shape[1])
     return Batch(*(np.concatenate(pair) for pair in zip(batch, padding, strict=True)))
 
+  def _parts(self, hosts):
+    """Batches cut into one part for each host: part `host` of step s is s * hosts + host."""
+    if self.batch_size % hosts:
+      raise InputError(
+        f"data.batch_size = {self.batch_size} cannot be split over {hosts} hosts; make "
+        "it a multiple"
+      )
+    return self._ordered_rows.batch(self.batch_size // hosts, drop_remainder=True)
+
   @functools.cached_property
-  def _train(self):
-    rows = grain.MapDataset.source(self.train_rows).shuffle(seed=self.seed).repeat()
-    return rows.batch(self.batch_size, drop_remainder=True)
+  def _ordered_rows(self):
+    return grain.MapDataset.source(self.train_rows).shuffle(seed=self.seed).repeat()
+
+
+class BatchIterator(contextlib.AbstractContextManager):
+  """Batches that a thread or worker processes load ahead; leaving the context stops them."""
+
+  def __init__(self, dataset: grain.IterDataset):
+    """Starts loading at the first `next`."""
+    self._iterator = iter(dataset)
+
+  def __iter__(self) -> Iterator[Batch]:
+    return self
+
+  def __next__(self) -> Batch:
+    return next(self._iterator)
+
+  def __exit__(self, *error: object) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Stops loading."""
+    self._iterator.close()
 
 
 def load_dataset(config: Config) -> Dataset:
-  """Loads, tokenizes and packs what the data section names.
+  """Opens what the data section names.
 
   Raises:
-    InputError: if the source cannot be read.
+    InputError: if the source cannot be read or does not fit the model.
   """
+  load = {"stdlib": _stdlib, "prepared": _prepared, "synthetic": _synthetic}[config.data.source]
+  train, held_out, tokenizer, fingerprint = load(config)
+  return Dataset(
+    train_rows=train,
+    held_out_rows=held_out,
+    tokenizer=tokenizer,
+    batch_size=config.data.batch_size,
+    seed=config.data.seed,
+    fingerprint=fingerprint,
+    workers=config.data.workers,
+  )
+
+
+def _stdlib(config):
   tokenizer = ByteTokenizer()
   train, held_out = stdlib_documents()
   digest = hashlib.sha256()
@@ -71,14 +164,45 @@ def load_dataset(config: Config) -> Dataset:
     digest.update(contents)
 
   def pack(documents):
-    tokenized = [tokenizer.encode(contents) for _, contents in documents]
-    return PackedRows(tokenized, config.data.sequence_length, tokenizer.boundary)
+    ids = lay_end_to_end([tokenizer.encode(text) for _, text in documents], tokenizer.boundary)
+    return PackedRows(ids, config.data.sequence_length, tokenizer.boundary)
 
-  return Dataset(
-    train_rows=pack(train),
-    held_out_rows=pack(held_out),
-    tokenizer=tokenizer,
-    batch_size=config.data.batch_size,
-    seed=config.data.seed,
-    fingerprint=digest.hexdigest()[:16],
+  return pack(train), pack(held_out), tokenizer, digest.hexdigest()[:16]
+
+
+def _prepared(config):
+  data = PreparedData(config.data.path)
+  tokenizer = data.tokenizer
+  wanted = config.data.tokenizer
+  if wanted is not None:
+    other = load_tokenizer(
+      wanted, getattr(tokenizer, "boundary_token", None) if wanted != "bytes" else None
+    )
+    if other.sha256 != tokenizer.sha256:
+      raise InputError(
+        f"data.tokenizer = {wanted} is not the tokenizer that {config.data.path} was made with; "
+        "leave data.tokenizer out to use the data set's own"
+      )
+  if config.model.vocab_size < tokenizer.vocab_size:
+    raise InputError(
+      f"model.vocab_size = {config.model.vocab_size} is too small for {config.data.path}, whose "
+      f"tokenizer has {tokenizer.vocab_size} ids; set model.vocab_size to at least that"
+    )
+  length, boundary = config.data.sequence_length, tokenizer.boundary
+  train, held_out = (
+    PackedRows(data.stream(part), length, boundary) for part in ("train", "held_out")
   )
+  return train, held_out, tokenizer, data.fingerprint
+
+
+def _synthetic(config):
+  length, vocab_size, seed = (
+    config.data.sequence_length,
+    config.model.vocab_size,
+    config.data.seed,
+  )
+  train, held_out = (
+    SyntheticRows(count, length, vocab_size, (seed, number))
+    for number, count in enumerate(_SYNTHETIC_ROWS.values())
+  )
+  return train, held_out, None, "synthetic-1"

@@ -13,7 +13,7 @@ from ldm_jax.training.step import LossSums
 def evaluate(
   eval_step: Callable[[Batch], LossSums],
   batches: Sequence[Batch],
-  boundary: int,
+  boundary: int | None,
   stop: object = False,
 ) -> dict[str, float | int] | None:
   """Mean loss over the real targets of all batches.
@@ -21,12 +21,13 @@ def evaluate(
   Args:
     eval_step: loss sums of one batch, on the device.
     batches: arrays [B, T]; padding is told by their loss masks.
-    boundary: the document-boundary id, which is a target but not a byte.
+    boundary: the document-boundary id, which is a target but not a byte; None if tokens are not
+      bytes.
     stop: becomes true when the evaluation should be given up.
 
   Returns:
     {"loss": nats per target, "tokens": real targets, "bits_per_byte": total loss over total bytes},
-    or None if it was given up.  For byte tokens.
+    the last one where tokens are bytes; or None if it was given up.
   """
   nats, tokens, text_bytes = 0.0, 0, 0
   for batch in batches:
@@ -36,8 +37,7 @@ def evaluate(
     nats += float(sums.cross_entropy)
     tokens += int(sums.tokens)
     text_bytes += int(np.sum(batch.loss_mask & (batch.targets != boundary)))
-  return {
-    "loss": nats / max(tokens, 1),
-    "tokens": tokens,
-    "bits_per_byte": nats / max(text_bytes, 1) / math.log(2),
-  }
+  result = {"loss": nats / max(tokens, 1), "tokens": tokens}
+  if boundary is not None:
+    result["bits_per_byte"] = nats / max(text_bytes, 1) / math.log(2)
+  return result

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from ldm_jax.config import Config
-from ldm_jax.data import Dataset, load_dataset
+from ldm_jax.data import ByteTokenizer, Dataset, load_dataset
 from ldm_jax.errors import DivergedError, InputError
 from ldm_jax.model import mixer_parameter_count, parameter_count
 from ldm_jax.sampling import sample
@@ -170,24 +170,24 @@ def _train_steps(run: _Run, stop: StopRequest) -> bool:
 
   train_step = _compile(run)
   throughput, pending = Throughput(), None
-  for step in range(first, config.steps):
-    batch = run.dataset.train_batch(step)
-    run.state, metrics = train_step(run.state, put_batch(run.mesh, batch))
-    if pending:
+  with run.dataset.train_batches(first, config.steps) as batches:
+    for step, batch in zip(range(first, config.steps), batches, strict=True):
+      run.state, metrics = train_step(run.state, put_batch(run.mesh, batch))
+      if pending:
+        _report(run, throughput, *pending)
+      pending = (step + 1, metrics, batch)
+      done = step + 1
+      evaluating = _due(done, config.eval_every, config.steps)
+      if not (evaluating or stop or _due(done, config.checkpoint_every, config.steps)):
+        continue
       _report(run, throughput, *pending)
-    pending = (step + 1, metrics, batch)
-    done = step + 1
-    evaluating = _due(done, config.eval_every, config.steps)
-    if not (evaluating or stop or _due(done, config.checkpoint_every, config.steps)):
-      continue
-    _report(run, throughput, *pending)
-    pending, since = None, time.perf_counter()
-    run.save()
-    _evaluate_if_due(run, done, eval_step, stop)
-    if stop:
-      break
-    throughput.skip(time.perf_counter() - since)
-    run.progress.skip(time.perf_counter() - since)
+      pending, since = None, time.perf_counter()
+      run.save()
+      _evaluate_if_due(run, done, eval_step, stop)
+      if stop:
+        break
+      throughput.skip(time.perf_counter() - since)
+      run.progress.skip(time.perf_counter() - since)
   return run.writer.has(config.steps, "eval")
 
 
@@ -272,19 +272,19 @@ def _evaluate_if_due(run, step, eval_step, stop):
   if not _due(step, config.eval_every, config.steps) or run.writer.has(step, "eval"):
     return
   batches = run.dataset.held_out_batches(config.eval_batches)
+  tokenizer = run.dataset.tokenizer
+  boundary = tokenizer.boundary if isinstance(tokenizer, ByteTokenizer) else None
   result = evaluate(
     lambda batch: eval_step(run.state.params, put_batch(run.mesh, batch)),
     batches,
-    run.dataset.tokenizer.boundary,
+    boundary,
     stop,
   )
   if result is None:
     return
   run.writer.write(step, "eval", result)
-  run.progress.say(
-    f"step {step}  held-out loss {result['loss']:.4f} nats per token, "
-    f"{result['bits_per_byte']:.3f} bits per byte"
-  )
+  bits = f", {result['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in result else ""
+  run.progress.say(f"step {step}  held-out loss {result['loss']:.4f} nats per token{bits}")
 
 
 @jax.jit
@@ -295,7 +295,7 @@ def _all_finite(tree: PyTree) -> Any:
 
 def _show_sample(run: _Run) -> None:
   length = run.config.train.sample_tokens
-  if not length:
+  if not length or run.dataset.tokenizer is None:
     return
   text = sample(
     make_model(run.config),

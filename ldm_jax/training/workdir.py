@@ -8,6 +8,9 @@ from ldm_jax.typing import PathLike
 
 # Settings that change neither the model, nor the data, nor what a step computes.
 _FREE = {
+  "data.path",  # the same data in another place; other data are told by their fingerprint
+  "data.tokenizer",
+  "data.workers",
   "train.log_every",
   "train.eval_every",
   "train.eval_batches",

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ldm_jax.data import ByteTokenizer, PackedRows
+from ldm_jax.data import ByteTokenizer, PackedRows, lay_end_to_end
 from ldm_jax.errors import InputError
 
 TOKENIZER = ByteTokenizer()
@@ -11,7 +11,8 @@ TEXTS = [b"", b"a", b"hello\x00world", b"0123456789" * 5, b"\xff\xfe", b"", b"ta
 
 
 def pack(texts, length):
-  return PackedRows([TOKENIZER.encode(text) for text in texts], length, TOKENIZER.boundary)
+  ids = lay_end_to_end([TOKENIZER.encode(text) for text in texts], TOKENIZER.boundary)
+  return PackedRows(ids, length, TOKENIZER.boundary)
 
 
 def unpack(rows):

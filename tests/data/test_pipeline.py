@@ -2,12 +2,15 @@
 
 import dataclasses
 import hashlib
+import multiprocessing
 import os
 
 import numpy as np
 import pytest
 
-from ldm_jax.data import Dataset, PackedRows, load_dataset
+from ldm_jax.config import DataConfig
+from ldm_jax.data import Dataset, PackedRows, lay_end_to_end, load_dataset
+from ldm_jax.data.packing import Batch
 from ldm_jax.data.stdlib import is_held_out, stdlib_documents
 from ldm_jax.data.tokenizer import ByteTokenizer
 from ldm_jax.errors import InputError
@@ -16,7 +19,7 @@ from tests.rig import tiny_config
 
 def small_dataset(rows=5, batch_size=2, seed=0):
   documents = [np.arange(3, dtype=np.uint16) + 10 * i for i in range(rows)]
-  packed = PackedRows(documents, 4, 256)
+  packed = PackedRows(lay_end_to_end(documents, 256), 4, 256)
   return Dataset(packed, packed, ByteTokenizer(), batch_size, seed, "x")
 
 
@@ -66,6 +69,83 @@ def test_a_batch_is_a_function_of_seed_and_step():
   other = dataclasses.replace(one, seed=1)
   assert (one.train_batch(0).tokens != other.train_batch(0).tokens).any()
   assert one.fingerprint == again.fingerprint
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+def test_hosts_load_parts_of_the_same_batch(hosts):
+  dataset = small_dataset(rows=11, batch_size=4)
+  for step in (0, 2, 5, 40):
+    parts = [dataset.train_batch(step, host, hosts) for host in range(hosts)]
+    for whole, *pieces in zip(dataset.train_batch(step), *parts, strict=True):
+      np.testing.assert_array_equal(whole, np.concatenate(pieces))
+  with pytest.raises(InputError, match=r"data.batch_size = 4 cannot be split over 3 hosts"):
+    dataset.train_batch(0, 0, 3)
+
+
+def test_a_host_reads_only_its_own_rows():
+  dataset = small_dataset(rows=12, batch_size=4)
+  seen = []
+
+  class Spy:
+    pairs = dataset.train_rows.pairs
+
+    def __len__(self):
+      return 12
+
+    def __getitem__(self, index):
+      seen.append(index)
+      return dataset.train_rows[index]
+
+  rows = {}
+  for host in range(2):
+    spied = dataclasses.replace(dataset, train_rows=PackedRows.__new__(PackedRows))
+    object.__setattr__(spied, "train_rows", Spy())
+    seen.clear()
+    for step in range(3):
+      spied.train_batch(step, host, 2)
+    rows[host] = set(seen)
+  assert len(rows[0]) == len(rows[1]) == 6
+  assert not rows[0] & rows[1]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_loaded_ahead_equal_those_asked_for(workers):
+  dataset = dataclasses.replace(small_dataset(rows=11, batch_size=4), workers=workers)
+  for first, host, hosts in ((0, 0, 1), (5, 1, 2)):
+    with dataset.train_batches(first, 9, host, hosts) as batches:
+      loaded = list(batches)
+    assert len(loaded) == 9 - first
+    for step, batch in enumerate(loaded, first):
+      assert isinstance(batch, Batch)
+      for left, right in zip(batch, dataset.train_batch(step, host, hosts), strict=True):
+        np.testing.assert_array_equal(left, right)
+        assert left.dtype == right.dtype
+
+
+def test_leaving_early_stops_the_workers():
+  before = set(multiprocessing.active_children())
+  dataset = dataclasses.replace(small_dataset(rows=11, batch_size=4), workers=2)
+  with dataset.train_batches(0, 1000) as batches:
+    next(batches)
+    assert set(multiprocessing.active_children()) - before
+  assert not set(multiprocessing.active_children()) - before
+
+
+def test_synthetic_rows_depend_on_seed_and_index_alone():
+  config = tiny_config()
+  config = dataclasses.replace(config, data=DataConfig("synthetic", sequence_length=32, seed=3))
+  one, again = load_dataset(config), load_dataset(config)
+  for left, right in zip(one.train_batch(5), again.train_batch(5), strict=True):
+    np.testing.assert_array_equal(left, right)
+  batch = one.train_batch(0)
+  assert batch.tokens.shape == (8, 32)
+  assert batch.loss_mask.all()
+  assert 200 < batch.tokens.max() < config.model.vocab_size
+  np.testing.assert_array_equal(batch.tokens[:, 1:], batch.targets[:, :-1])
+  assert len({row.tobytes() for row in batch.tokens}) == 8
+  assert (batch.tokens != one.held_out_batches(1)[0].tokens).any()
+  other = dataclasses.replace(config, data=dataclasses.replace(config.data, seed=4))
+  assert (load_dataset(other).train_batch(0).tokens != batch.tokens).any()
 
 
 def test_every_row_comes_once_an_epoch_in_a_new_order_each_time():

@@ -16,14 +16,13 @@ import numpy as np
 import pytest
 
 from ldm_jax.config import MeshConfig, OptimizerConfig, to_json
-from ldm_jax.data.pipeline import Dataset
 from ldm_jax.errors import InputError, TrainingError
 from ldm_jax.sharding import make_mesh
 from ldm_jax.training import loop
 from ldm_jax.training.checkpoint import Checkpointer
 from ldm_jax.training.metrics import MetricsWriter
 from ldm_jax.training.step import StepMetrics, abstract_state, init_state
-from tests.rig import ROOT, tiny_config
+from tests.rig import ROOT, signal_at, tiny_config
 
 
 def final_state(config, workdir):
@@ -70,22 +69,13 @@ def test_a_run_leaves_config_metrics_events_and_checkpoints(straight):
 
 
 @pytest.mark.parametrize("stops", [(2,), (0, 3, 4)])
-def test_stopped_and_resumed_runs_end_at_the_same_parameters(
-  straight, stops, tmp_path, monkeypatch, capsys
-):
+def test_stopped_and_resumed_runs_end_at_the_same_parameters(straight, stops, tmp_path, capsys):
   config, reference = straight
-  original = Dataset.train_batch
   for number, stop in zip((signal.SIGTERM, signal.SIGINT, signal.SIGTERM), stops, strict=False):
-
-    def stop_there(self, step, stop=stop, number=number):
-      if step == stop:
-        os.kill(os.getpid(), number)
-      return original(self, step)
-
-    monkeypatch.setattr(Dataset, "train_batch", stop_there)
-    assert loop.train(config, tmp_path) == 75
+    with pytest.MonkeyPatch.context() as patch:
+      signal_at(patch, stop, number)
+      assert loop.train(config, tmp_path) == 75
     assert f"stopped by {number.name} after step" in capsys.readouterr().out
-  monkeypatch.setattr(Dataset, "train_batch", original)
   assert loop.train(config, tmp_path) == 0
   assert trace(tmp_path) == trace(reference)
   chex.assert_trees_all_equal(final_state(config, tmp_path), final_state(config, reference))
