@@ -14,10 +14,18 @@ from ldm_jax.config import MixerConfig
 from ldm_jax.errors import InputError
 from ldm_jax.mixers import HyperConnections, ManifoldHyperConnections, make_mixer
 from ldm_jax.training.optimizer import decay_mask
-from tests.rig import VARIANTS
+from tests.rig import MECHANISMS, VARIANTS
 
 B, T, D, SUBLAYERS = 2, 5, 16, 3
 every_variant = pytest.mark.parametrize("name", VARIANTS)
+# Tests that compile for long run by default for these; for the other variants with  pytest -m slow.
+QUICK = {*MECHANISMS, "delta", "memory_only", "no_residual", "block_writes", "attnres_full"}
+NOT_A_SIGN = [name for name in VARIANTS if name != "key_dim_1"]
+
+
+def slow_unless_quick(names):
+  marked = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+  return pytest.mark.parametrize("name", marked)
 
 
 class Stack(nn.Module):
@@ -113,7 +121,7 @@ def test_first_read_is_the_embedding_and_has_no_parameters(name):
   assert not variables
 
 
-@every_variant
+@slow_unless_quick(VARIANTS)
 def test_vmap_and_remat_change_no_value(name):
   stack, variables, apply, gradient = make(name)
   narrow = VARIANTS[name].memory_dtype == "bfloat16"
@@ -129,11 +137,8 @@ def test_vmap_and_remat_change_no_value(name):
   close(one_by_one, apply(variables, X)[0])
 
 
-NOT_A_SIGN = [name for name in VARIANTS if name != "key_dim_1"]
-
-
 # A key of one number has length 1 whatever the parameters say: only its sign depends on them.
-@pytest.mark.parametrize("name", NOT_A_SIGN)
+@slow_unless_quick(NOT_A_SIGN)
 def test_every_parameter_learns_within_three_steps_and_still_does_after_twenty(name):
   _, variables, apply, gradient = make(name)
   optimizer = optax.adam(1e-2)
@@ -167,7 +172,7 @@ def test_only_weight_matrices_of_keys_and_latents_decay(name):
 
 
 # Rounding may flip a sign, and the read with it.
-@pytest.mark.parametrize("name", NOT_A_SIGN)
+@slow_unless_quick(NOT_A_SIGN)
 def test_bfloat16_is_close_to_float32(name):
   _, variables, apply, _ = make(name)
   # Away from the start, where coefficients are constants.
