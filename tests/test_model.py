@@ -17,7 +17,9 @@ from ldm_jax.model import mixer_parameter_count, parameter_count
 from ldm_jax.training.step import compiler_options
 from tests.rig import MECHANISMS, ROOT, tiny_config, with_kind, with_mixer, with_model
 
-every_mechanism = pytest.mark.parametrize("config", map(with_kind, MECHANISMS), ids=MECHANISMS)
+every_mechanism = pytest.mark.parametrize(
+  "config", [with_kind(name) for name in MECHANISMS], ids=list(MECHANISMS)
+)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 257, (2, 12)), jnp.int32)
 
 
