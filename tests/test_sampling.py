@@ -16,7 +16,13 @@ PARAMS = nn.unbox(MODEL.init(jax.random.key(3), jnp.zeros((1, 4), jnp.int32))["p
 PARAMS["embedder"]["head_kernel"] = 50 * PARAMS["embedder"]["head_kernel"]
 
 
-@pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.parametrize(
+  "name",
+  [
+    pytest.param(name, marks=pytest.mark.slow if name in ("preln", "hc") else ())
+    for name in MECHANISMS
+  ],
+)
 def test_temperature_zero_takes_the_most_likely_token_each_time(name):
   model = TransformerLM(with_kind(name).model)
   params = nn.unbox(jax.jit(model.init)(jax.random.key(3), jnp.zeros((1, 4), jnp.int32))["params"])

@@ -68,7 +68,7 @@ def test_a_run_leaves_config_metrics_events_and_checkpoints(straight):
   assert record["tokens"] == 8 * 32 * 6
 
 
-@pytest.mark.parametrize("stops", [(2,), (0, 3, 4)])
+@pytest.mark.parametrize("stops", [pytest.param((2,), marks=pytest.mark.slow), (0, 3, 4)], ids=str)
 def test_stopped_and_resumed_runs_end_at_the_same_parameters(straight, stops, tmp_path, capsys):
   config, reference = straight
   for number, stop in zip((signal.SIGTERM, signal.SIGINT, signal.SIGTERM), stops, strict=False):

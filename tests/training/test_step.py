@@ -82,7 +82,9 @@ def test_every_parameter_moves_within_three_steps(name):
     assert (before != after).any(), jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize(("kind", "z_loss"), [("preln", 0.0), ("ldm", 1e-2)])
+@pytest.mark.parametrize(
+  ("kind", "z_loss"), [("preln", 1e-2), pytest.param("ldm", 0.0, marks=pytest.mark.slow)]
+)
 def test_accumulated_parts_weigh_their_real_tokens(kind, z_loss):
   config = tiny_config(kind)
   config = dataclasses.replace(
@@ -111,15 +113,17 @@ def test_z_loss_and_clipping_change_the_step_but_not_the_reported_loss():
 
 
 @pytest.mark.parametrize(
-  "kind",
+  ("kind", "mesh"),
   [
-    "preln",
-    "ldm",
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("attnres", "hc", "mhc")),
+    pytest.param(
+      kind,
+      mesh,
+      id=f"{kind}-{'-'.join(map(str, mesh.values())) or 'data'}",
+      marks=() if kind in ("preln", "ldm") and "tensor" in mesh else pytest.mark.slow,
+    )
+    for kind in ("preln", "ldm", "attnres", "hc", "mhc")
+    for mesh in ({}, {"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2})
   ],
-)
-@pytest.mark.parametrize(
-  "mesh", [{}, {"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str
 )
 def test_eight_devices_compute_what_one_does(kind, mesh):
   config = tiny_config(kind)
