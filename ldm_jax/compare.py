@@ -40,6 +40,7 @@ from ldm_jax.config import flatten, from_json
 from ldm_jax.data import load_dataset
 from ldm_jax.environment import compilation_cache, environment
 from ldm_jax.errors import DivergedError, InputError, TrainingError
+from ldm_jax.files import write_atomically
 from ldm_jax.model import parameter_count
 from ldm_jax.sharding import check_divisible, make_mesh
 from ldm_jax.training.loop import train
@@ -333,9 +334,7 @@ def _write(path, data):
   """Replaces a file in one go; leaves it alone if that would change nothing."""
   if path.exists() and path.read_bytes() == data:
     return
-  temporary = path.with_name(path.name + ".tmp")
-  temporary.write_bytes(data)
-  temporary.replace(path)
+  write_atomically(path, data)
 
 
 def _time_left(results):

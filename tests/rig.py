@@ -4,17 +4,24 @@ import contextlib
 import dataclasses
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 from ldm_jax import Config, MixerConfig, ModelConfig
+from ldm_jax.comparison import Comparison
 from ldm_jax.config import DataConfig, OptimizerConfig, TrainConfig, with_mixer
 from ldm_jax.data import Dataset
 
 __all__ = [
+  "ABLATIONS",
   "MECHANISMS",
   "ROOT",
   "VARIANTS",
+  "ablations",
+  "refusal",
   "signal_at",
+  "tiny_comparison",
   "tiny_config",
   "with_kind",
   "with_mixer",
@@ -72,19 +79,29 @@ MECHANISMS = {
   "hc": MixerConfig(kind="hc", streams=3),
   "mhc": MixerConfig(kind="mhc", streams=3),
 }
+# What each ablation of the depth memory changes.
+ABLATIONS = {
+  "outer": {"rule": "outer"},
+  "delta": {"rule": "delta"},
+  "no_forgetting": {"forgetting": False},
+  "no_importance": {"importance": False},
+  "one_group": {"groups": 1},
+  "shared_key": {"shared_key": True},
+  "memory_only": {"readout": "memory_only"},
+  "no_residual": {"residual": False},
+  "block_writes": {"write_every": 2},
+}
+
+
+def ablations(ldm: MixerConfig) -> dict[str, MixerConfig]:
+  return {name: dataclasses.replace(ldm, **changes) for name, changes in ABLATIONS.items()}
+
+
 VARIANTS = {
   **MECHANISMS,
-  "delta": dataclasses.replace(_LDM, rule="delta"),
-  "outer": dataclasses.replace(_LDM, rule="outer"),
-  "one_group": dataclasses.replace(_LDM, groups=1),
-  "shared_key": dataclasses.replace(_LDM, shared_key=True),
+  **ablations(_LDM),
   "key_dim_1": dataclasses.replace(_LDM, key_dim=1),
   "more_keys_than_writes": dataclasses.replace(_LDM, key_dim=9),
-  "memory_only": dataclasses.replace(_LDM, readout="memory_only"),
-  "no_residual": dataclasses.replace(_LDM, residual=False),
-  "no_forgetting": dataclasses.replace(_LDM, forgetting=False),
-  "no_importance": dataclasses.replace(_LDM, importance=False),
-  "block_writes": dataclasses.replace(_LDM, write_every=2),
   "bfloat16_memory": dataclasses.replace(_LDM, memory_dtype="bfloat16"),
   "attnres_full": MixerConfig(kind="attnres", block_size=1),
   "attnres_one_block": MixerConfig(kind="attnres", block_size=9),
@@ -98,3 +115,32 @@ def with_kind(name: str, **train) -> Config:
   """The tiny run with one of `VARIANTS`."""
   config = tiny_config(**train)
   return with_model(config, mixer=VARIANTS[name])
+
+
+def tiny_comparison(**changes) -> Comparison:
+  base = tiny_config("preln", steps=4, eval_every=2, eval_batches=1, checkpoint_every=2)
+  mixer = base.model.mixer
+  settings = dict(
+    base=with_model(base, blocks=1),
+    mixers={"preln": mixer, "ldm": dataclasses.replace(mixer, kind="ldm")},
+    seeds=(0, 1),
+    learning_rates=(1e-2,),
+    timing_rounds=1,
+  )
+  return Comparison(**{**settings, **changes})
+
+
+def refusal(*command, cwd=None) -> str:
+  """Runs a Python command that must exit with 2 and one line, before any work; returns the line."""
+  result = subprocess.run(
+    [sys.executable, *map(str, command)],
+    cwd=cwd,
+    env={**os.environ, "PYTHONPATH": str(ROOT)},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert result.returncode == 2
+  assert result.stdout == ""
+  (line,) = result.stderr.strip().splitlines()
+  return line

@@ -1,7 +1,6 @@
 """A comparison trains what it says, goes on after a stop, and reports what the runs did."""
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import io
@@ -9,8 +8,6 @@ import json
 import os
 import shutil
 import signal
-import statistics
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -18,32 +15,16 @@ import jax
 import pytest
 
 from ldm_jax import compare as command
-from ldm_jax.benchmarks import steps
 from ldm_jax.compare import compare
-from ldm_jax.comparison import Comparison, Run, load_comparison
-from ldm_jax.comparison_report import _style, draw_plot, markdown_table, summarise
-from ldm_jax.config import MixerConfig, to_json
+from ldm_jax.comparison import Run
+from ldm_jax.config import to_json
 from ldm_jax.errors import DivergedError, InputError, TrainingError
 from ldm_jax.training import loop
-from tests.rig import ROOT, signal_at, tiny_config, with_model
-
-
-def tiny_comparison(**changes) -> Comparison:
-  base = tiny_config("preln", steps=4, eval_every=2, eval_batches=1, checkpoint_every=2)
-  mixer = base.model.mixer
-  settings = dict(
-    base=with_model(base, blocks=1),
-    mixers={"preln": mixer, "ldm": dataclasses.replace(mixer, kind="ldm")},
-    seeds=(0, 1),
-    learning_rates=(1e-2,),
-    timing_rounds=1,
-  )
-  return Comparison(**{**settings, **changes})
-
+from tests.rig import refusal, signal_at, tiny_comparison
 
 COMPARISON_FILE = """
 from ldm_jax.compare import Comparison
-from tests.test_compare import tiny_comparison
+from tests.rig import tiny_comparison
 def get_comparison():
   return tiny_comparison()
 """
@@ -403,204 +384,10 @@ def test_an_unusable_out_is_refused(tmp_path):
     compare(tiny_comparison(), tmp_path / "file")
 
 
-def entry(mixer, rate, seed, loss, status="done"):
-  curve = [{"step": s, "tokens": 256 * s, "loss": loss, "bits_per_byte": 3.0} for s in (2, 4)]
-  return {
-    **{"mixer": mixer, "learning_rate": rate, "seed": seed, "status": status},
-    **{"loss": loss, "curve": curve if loss else [], "seconds": 60.0 * (seed + 1)},
-    **{"environment": None},
-  }
-
-
-@pytest.fixture
-def by_hand():
-  """ldm is best at the lower rate, preln at the higher; preln's lower rate lost one seed."""
-  comparison = tiny_comparison(learning_rates=(0.25, 0.5))
-  values = {
-    ("preln", 0.25): (1.0, None),
-    ("preln", 0.5): (3.0, 3.5),
-    ("ldm", 0.25): (2.0, 3.0),
-    ("ldm", 0.5): (4.0, 5.0),
-  }
-  results = {
-    "comparison": dataclasses.asdict(comparison),
-    "runs": [
-      entry(mixer, rate, seed, loss, "done" if loss else "diverged")
-      for (mixer, rate), pair in values.items()
-      for seed, loss in enumerate(pair)
-    ],
-    "parameters": {"preln": 200, "ldm": 250},
-    "timing": {
-      **{"rounds": 3, "measured_on": "a table"},
-      "median_seconds": {"preln": 2.0, "ldm": 3.0},
-      "temporary_bytes": {"preln": 100, "ldm": 400},
-    },
-    "wall_seconds": 720.0,
-  }
-  return results
-
-
-def test_best_rates_means_deviations_and_paired_differences(by_hand):
-  ldm, preln = summarise(by_hand)
-  assert (ldm["mixer"], ldm["best_rate"], ldm["loss"], ldm["seeds"]) == ("ldm", 0.25, 2.5, [0, 1])
-  assert ldm["loss_sd"] == pytest.approx(0.5**0.5)
-  assert ldm["difference"] == statistics.mean((2.0 - 3.0, 3.0 - 3.5)) == -0.75
-  assert ldm["difference_sd"] == pytest.approx(statistics.stdev((-1.0, -0.5)))
-  assert (ldm["parameters"], ldm["parameters_percent"]) == (250, 25.0)
-  assert (ldm["step_time_ratio"], ldm["temporary_memory_ratio"]) == (1.5, 4.0)
-  assert ldm["minutes_per_run"] == 1.5
-  # Its mean over the one seed that did not diverge is lower, but a rate must hold for all seeds.
-  assert (preln["best_rate"], preln["loss"], preln["difference"]) == (0.5, 3.25, 0.0)
-  assert preln["by_rate"] == [
-    {"learning_rate": 0.25, "loss": 1.0, "finished": 1, "diverged": 1},
-    {"learning_rate": 0.5, "loss": 3.25, "finished": 2, "diverged": 0},
-  ]
-
-
-def test_the_table_of_results_made_by_hand(by_hand):
-  by_hand["summary"] = summarise(by_hand)
-  assert [line for line in markdown_table(by_hand).splitlines() if line.startswith("| ")][2:] == [
-    "| ldm | 2.5000 ± 0.7071 | -0.7500 ± 0.3536 | 0.25 | 0.5: 4.5000 | 250 (+25.0 %) | 1.50 | 4.00 "
-    "| 1.5 |",
-    "| preln | 3.2500 ± 0.3536 |  | 0.5 | 0.25: 1.0000 (1 diverged) | 200 | 1.00 | 1.00 | 1.3 |",
-  ]
-
-
-def test_missing_seeds_and_rates_are_counted_and_compared_where_both_are(by_hand):
-  for run in by_hand["runs"]:
-    gone = {("ldm", 0.25, 0), ("ldm", 0.5, 0), ("ldm", 0.5, 1)}
-    if (run["mixer"], run["learning_rate"], run["seed"]) in gone:
-      run.update(status="unfinished", loss=None, curve=[])
-  del by_hand["timing"], by_hand["parameters"]
-  by_hand["summary"] = ldm, _ = summarise(by_hand)
-  assert (ldm["loss"], ldm["seeds"], ldm["difference"], ldm["loss_sd"]) == (3.0, [1], -0.5, None)
-  table = markdown_table(by_hand)
-  assert "**3 of 8 runs are missing.**" in table
-  assert (
-    "| ldm | 3.0000 ± n/a (1 of 2 seeds) | -0.5000 | 0.25 | 0.5: missing | n/a | n/a |" in table
-  )
-  assert draw_plot(by_hand).startswith(b"\x89PNG")
-  without = copy.deepcopy(by_hand)
-  for run in without["runs"]:
-    run.update(status="unfinished", loss=None, curve=[])
-  without["summary"] = summarise(without)
-  assert [row["status"] for row in without["summary"]] == ["missing", "missing"]
-  assert "| preln | missing |  | n/a | 0.25: missing; 0.5: missing |" in markdown_table(without)
-  assert draw_plot(without) is None
-
-
-def test_many_mixers_have_lines_of_their_own(by_hand):
-  mixers = {f"m{i}": MixerConfig(groups=4) for i in range(20)} | tiny_comparison().mixers
-  by_hand["comparison"]["mixers"] = mixers
-  by_hand["runs"] += [entry(f"m{i}", 0.25, seed, 2.0 + i / 8) for i in range(20) for seed in (0, 1)]
-  by_hand["summary"] = summarise(by_hand)
-  assert draw_plot(by_hand).startswith(b"\x89PNG")
-  styles = [_style(by_hand["comparison"], mixer) for mixer in mixers]
-  assert len({(style["color"], style["linestyle"]) for style in styles}) == 22
-
-
-@pytest.mark.parametrize(
-  ("changes", "message"),
-  [
-    ({"mixers": {}}, "mixers must be a dict from at least one name"),
-    ({"mixers": {"a/b": MixerConfig()}}, "'a/b' names a folder; use letters"),
-    ({"mixers": {"..": MixerConfig()}}, "'..' names a folder"),
-    ({"mixers": {"preln": "preln"}}, "mixer 'preln' must be a MixerConfig, got 'preln'"),
-    ({"mixers": {"preln": MixerConfig(groups=4), "PreLN": MixerConfig(groups=4)}}, "upper and low"),
-    ({"mixers": {"preln": MixerConfig(kind="perln")}}, "mixer 'preln': model.mixer.kind: expected"),
-    (
-      {"mixers": {"preln": MixerConfig(groups=5)}},
-      "mixer 'preln': model.mixer.groups = 5 does not",
-    ),
-    ({"baseline": "plern"}, "baseline = 'plern' is not one of the mixers; the nearest is 'preln'"),
-    ({"seeds": ()}, "seeds is empty"),
-    ({"seeds": (0, 0)}, "seeds has the same value twice"),
-    ({"seeds": (0.5,)}, "seeds must be a tuple of ints"),
-    ({"seeds": (True,)}, "seeds must be a tuple of ints"),
-    ({"seeds": 3}, "seeds must be a tuple of ints, got 3"),
-    ({"seeds": (-1,)}, r"data.seed must be at least 0"),
-    ({"learning_rates": ()}, "learning_rates is empty"),
-    ({"learning_rates": (1e-2, 1.0000001e-2)}, "learning_rates has the same value twice"),
-    ({"learning_rates": (1e-2, -1e-2)}, "learning_rates must be positive"),
-    ({"learning_rates": (float("nan"),)}, "learning_rates must be positive and finite"),
-    ({"learning_rates": ("fast",)}, "learning_rates must be a tuple of floats"),
-    ({"timing_rounds": 0}, "timing_rounds must be an int of at least 1"),
-    ({"base": None}, "base must be a Config"),
-    ({"base": tiny_config(steps=0)}, "train.steps must be at least 1"),
-  ],
-)
-def test_impossible_comparisons_are_refused_by_name(changes, message, tmp_path):
-  with pytest.raises(InputError, match=message):
-    compare(tiny_comparison(**changes), tmp_path / "out")
-  assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-  ("body", "message"),
-  [
-    ("x = 1", r"mine.py has no get_comparison\(\) function"),
-    ("def get_comparison():\n  return 3", "mine.py: .* must return a Comparison"),
-    (
-      "def get_comparison():\n  return Comparison(mixer=3)",
-      "no setting 'mixer'; did you mean 'mix",
-    ),
-    ("def get_comparison():\n  return MixerConfig(kidn='ldm')", "did you mean 'kind'"),
-    (
-      "def get_comparison():\n  return Comparison(Config(), {}, (0,), (1e-3,))",
-      "mine.py: mixers mu",
-    ),
-  ],
-)
-def test_broken_comparison_files_are_refused_with_their_name(tmp_path, body, message):
-  path = tmp_path / "mine.py"
-  path.write_text(
-    "from ldm_jax import Config, MixerConfig\nfrom ldm_jax.compare import Comparison\n" + body
-  )
-  with pytest.raises(InputError, match=message):
-    load_comparison(path)
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("compare_*.py")), ids=str)
-def test_every_comparison_file_is_valid(path):
-  comparison = load_comparison(path)
-  assert path.read_text().startswith('"""')
-  assert len({run.folder for run in comparison.runs()}) == len(comparison.runs())
-
-
 def test_bad_input_exits_with_2_and_one_message(tmp_path):
   (tmp_path / "mine.py").write_text(COMPARISON_FILE.replace("()\n", "(baseline='lmd')\n"))
-  result = subprocess.run(
-    [sys.executable, "-m", "ldm_jax.compare", "--config", "mine.py", "--out", "out"],
-    cwd=tmp_path,
-    env={**os.environ, "PYTHONPATH": str(ROOT)},
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert result.returncode == 2
-  assert result.stdout == ""
-  assert result.stderr.strip().splitlines() == [
+  command = ("-m", "ldm_jax.compare", "--config", "mine.py", "--out", "out")
+  assert refusal(*command, cwd=tmp_path) == (
     "error: config file mine.py: baseline = 'lmd' is not one of the mixers; the nearest is 'ldm'"
-  ]
+  )
   assert not (tmp_path / "out").exists()
-
-
-def test_the_steps_command_takes_several_configs(monkeypatch, capsys):
-  class Timer:
-    temporary_bytes = 2**20
-
-    def __init__(self, config):
-      self.median = 0.5 if config.model.mixer.kind == "preln" else 1.0
-
-    def measure(self):
-      pass
-
-  monkeypatch.setattr(steps, "StepTimer", Timer)
-  configs = [str(ROOT / "configs" / f"{name}.py") for name in ("ldm_tiny", "ldm_400m")]
-  monkeypatch.setattr(sys, "argv", ["steps", "--config", *configs, "--json"])
-  assert steps.main() == 0
-  result = json.loads(capsys.readouterr().out)
-  assert result["ratios"] == {"preln_tiny": 1.0, "ldm_tiny": 2.0, "ldm_400m": 2.0}
-  monkeypatch.setattr(sys, "argv", ["steps", "--config", configs[0], configs[0]])
-  with pytest.raises(InputError, match="same name"):
-    steps.main()

@@ -15,7 +15,7 @@ from ldm_jax.layers import rotary
 from ldm_jax.mixers import make_mixer
 from ldm_jax.model import mixer_parameter_count, parameter_count
 from ldm_jax.training.step import compiler_options
-from tests.rig import MECHANISMS, ROOT, tiny_config, with_kind, with_mixer, with_model
+from tests.rig import ABLATIONS, MECHANISMS, ROOT, tiny_config, with_kind, with_mixer, with_model
 
 every_mechanism = pytest.mark.parametrize(
   "config", [with_kind(name) for name in MECHANISMS], ids=list(MECHANISMS)
@@ -230,20 +230,7 @@ def test_presets_are_the_same_but_for_the_mixer(size):
     assert same == ldm
 
 
-@pytest.mark.parametrize(
-  ("name", "change"),
-  {
-    "outer": {"rule": "outer"},
-    "delta": {"rule": "delta"},
-    "no_forgetting": {"forgetting": False},
-    "no_importance": {"importance": False},
-    "one_group": {"groups": 1},
-    "shared_key": {"shared_key": True},
-    "memory_only": {"readout": "memory_only"},
-    "no_residual": {"residual": False},
-    "block_writes": {"write_every": 2},
-  }.items(),
-)
+@pytest.mark.parametrize(("name", "change"), ABLATIONS.items())
 def test_ablations_change_one_thing(name, change):
   ablation = load_config(ROOT / "configs" / f"ldm_tiny_{name}.py")
   assert ablation == with_mixer(load_config(ROOT / "configs" / "ldm_tiny.py"), **change)

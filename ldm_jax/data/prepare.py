@@ -32,10 +32,11 @@ from ldm_jax.data.prepared import (
   fingerprint,
 )
 from ldm_jax.data.progress import ByteProgress
-from ldm_jax.data.shards import write_atomically, writing
+from ldm_jax.data.shards import writing
 from ldm_jax.data.tokenizer import Tokenizer, load_tokenizer
 from ldm_jax.data.workers import run_jobs
 from ldm_jax.errors import InputError
+from ldm_jax.files import write_atomically
 from ldm_jax.training.signals import STOPPED_EXIT_CODE, StopRequest
 
 UNFINISHED = "unfinished"  # folder inside the output, gone when the data set is complete

@@ -13,6 +13,7 @@ from etils import epath
 
 from ldm_jax.data.prepared import CHUNK
 from ldm_jax.errors import TrainingError
+from ldm_jax.files import replacing
 from ldm_jax.typing import PathLike
 
 # Of 16,384 byte ids, read one by one: 0.40 bytes an id and 0.1 ms a record; without compression
@@ -66,7 +67,7 @@ class ShardWriter:
       "text_bytes": self.text_bytes,
       "sha256": self._sha256(),
     }
-    with _local_copy(epath.Path(folder) / name) as path:
+    with replacing(epath.Path(folder) / name) as path:
       writer = ArrayRecordWriter(path, _OPTIONS)
       self._file.seek(0)
       while chunk := self._file.read(CHUNK * self._dtype.itemsize):
@@ -82,41 +83,6 @@ class ShardWriter:
   def _sha256(self):
     self._file.seek(0)
     return hashlib.file_digest(self._file, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def _local_copy(target):
-  """A path to write to; what is there at the end appears at `target` at once."""
-  if "://" in os.fspath(target):  # object stores show a file when its upload is complete
-    with tempfile.TemporaryDirectory() as folder:
-      path = os.path.join(folder, target.name)
-      yield path
-      epath.Path(path).copy(target, overwrite=True)
-    return
-  path = os.fspath(target.parent / f".{target.name}.{os.getpid()}.tmp")
-  try:
-    yield path
-    sync(path)
-    os.replace(path, target)
-  finally:
-    with contextlib.suppress(OSError):
-      os.remove(path)
-
-
-def write_atomically(target: PathLike, text: str) -> None:
-  """Writes a small file, whole or not at all, local or gs://."""
-  target = epath.Path(target)
-  with _local_copy(target) as path, open(path, "w", encoding="utf-8") as file:
-    file.write(text)
-
-
-def sync(path: PathLike) -> None:
-  """Has the disk take a file's contents before its name counts."""
-  descriptor = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(descriptor)
-  finally:
-    os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -19,10 +19,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ldm_jax.ops.normalize import inverse_rms
 from ldm_jax.ops.products import exact_einsum
 from ldm_jax.typing import AnyArray
-
-_EPSILON = 1e-6  # of RMSNorm
 
 Source = Float[AnyArray, "*batch D"]
 
@@ -99,9 +98,8 @@ def _scores(sources, keys):
   scores = []
   for source in sources:
     source = jnp.asarray(source, jnp.float32)
-    inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(source), axis=-1) + _EPSILON)
     product = exact_einsum("...d,rd->r...", source, keys)
-    scores.append(product * inverse_rms[None])
+    scores.append(product * inverse_rms(source)[None])
   return jnp.stack(scores)
 
 

@@ -6,14 +6,12 @@ as a reduction over the stream axis it took four times as long on a CPU, and pro
 matrices, one per token, are what a TPU's matrix unit does worst.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ldm_jax.ops.normalize import inverse_rms
 from ldm_jax.ops.products import exact_einsum
 from ldm_jax.typing import ActivationsBTD
-
-_EPSILON = 1e-6  # of RMSNorm
 
 Streams = Float[Array, "N B T D"]
 
@@ -43,19 +41,10 @@ def _weighted_sum(X, weights):
 def project_each(X: Streams, kernel: Float[Array, "D out"]) -> Float[Array, "N out B T"]:
   """RMSNorm(X_n) W for each stream by itself, float32."""
   product = exact_einsum("nbtd,do->nobt", X.astype(jnp.float32), kernel)
-  return product * _inverse_rms(_mean_square(X))[:, None]
+  return product * inverse_rms(X)[:, None]
 
 
 def project_jointly(X: Streams, kernel: Float[Array, "N D out"]) -> Float[Array, "out B T"]:
   """RMSNorm(vec X) φ, one norm over all N·D numbers, float32."""
   product = exact_einsum("nbtd,ndo->nobt", X.astype(jnp.float32), kernel)
-  return jnp.sum(product, axis=0) * _inverse_rms(jnp.mean(_mean_square(X), axis=0))[None]
-
-
-def _mean_square(X):
-  return jnp.mean(jnp.square(X.astype(jnp.float32)), axis=-1)
-
-
-def _inverse_rms(mean_square):
-  """The norm is a number per token, so it can wait until after the product."""
-  return jax.lax.rsqrt(mean_square + _EPSILON)
+  return jnp.sum(product, axis=0) * inverse_rms(X, axis=(0, -1))[None]

@@ -1,8 +1,8 @@
-"""L2 normalisation that is safe to differentiate at a zero vector."""
+"""Norms: L2 that is safe to differentiate at a zero vector, and the factor of RMSNorm."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from ldm_jax.typing import AnyArray
 
@@ -25,3 +25,12 @@ def l2norm(x: Float[AnyArray, "*batch K"]) -> Float[AnyArray, "*batch K"]:
   wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
   squared = jnp.sum(wide * wide, axis=-1, keepdims=True)
   return (wide * jax.lax.rsqrt(jnp.maximum(squared, MIN_LENGTH**2))).astype(x.dtype)
+
+
+def inverse_rms(x: Float[AnyArray, "..."], axis: int | tuple[int, ...] = -1) -> Float[Array, "..."]:
+  """1 / √(mean(x²) + 1e-6) over `axis`, float32: what RMSNorm multiplies by.
+
+  It is one number per token, so it can wait until after a product.
+  """
+  wide = jnp.asarray(x, jnp.float32)
+  return jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=axis) + 1e-6)

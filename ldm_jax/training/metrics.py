@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 
 from ldm_jax.errors import InputError, TrainingError
+from ldm_jax.files import write_atomically
 from ldm_jax.typing import PathLike
 
 
@@ -84,9 +84,7 @@ def _keep_lines_up_to(path, step):
     return []
   kept = [line for line in map(_parse, path.read_text("utf-8", "replace").splitlines()) if line]
   kept = [line for line in kept if line["step"] <= step]
-  temporary = path.with_suffix(".tmp")
-  temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), "utf-8")
-  os.replace(temporary, path)
+  write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
   return kept
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ldm_jax.config import Config, flatten, from_json, to_json
 from ldm_jax.errors import InputError
+from ldm_jax.files import write_atomically
 from ldm_jax.typing import PathLike
 
 # Settings that change neither the model, nor the data, nor what a step computes.
@@ -57,9 +58,7 @@ def save_config(workdir: PathLike, config: Config) -> None:
   """
   path = Path(workdir) / "config.json"
   try:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(to_json(config), "utf-8")
-    temporary.replace(path)
+    write_atomically(path, to_json(config))
   except OSError as error:
     raise InputError(f"workdir {workdir}: cannot write {path}: {error.strerror}") from error
 

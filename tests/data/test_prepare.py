@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from etils import epath
 
-from ldm_jax.data import jobs, load_tokenizer, shards
+from ldm_jax import files
+from ldm_jax.data import jobs, load_tokenizer
 from ldm_jax.data.jobs import Settings, is_held_out
 from ldm_jax.data.prepare import main, prepare
 from ldm_jax.data.tokenizer import ByteTokenizer
@@ -249,7 +250,7 @@ def test_a_full_disk_is_a_failure_not_bad_input(texts, tmp_path, monkeypatch):
     if "array_record" in str(path):
       raise OSError(28, "No space left on device")
 
-  monkeypatch.setattr("ldm_jax.data.shards.sync", full)
+  monkeypatch.setattr("ldm_jax.files.sync", full)
   with pytest.raises(TrainingError, match=r"No space left .* run the same command again"):
     prepare_here(tmp_path / "in", tmp_path / "out")
   monkeypatch.undo()
@@ -271,7 +272,7 @@ def test_a_bucket_gets_whole_files_through_epath(tmp_path, monkeypatch):
     "copy",
     lambda self, target, overwrite: uploaded.append((self.read_bytes(), os.fspath(target))),
   )
-  with shards._local_copy(Target()) as path:
+  with files.replacing(Target()) as path:
     Path(path).write_bytes(b"shard")
   assert uploaded == [(b"shard", "gs://bucket/train-00000.array_record")]
 

@@ -12,6 +12,7 @@ import pytest
 from ldm_jax.config import MixerConfig
 from ldm_jax.mixers import make_mixer
 from tests.mixers import oracles
+from tests.rig import ablations
 
 B, T = 2, 3
 WIDTH = {1: 8, 2: 32, 3: 8, 7: 32, 24: 8}  # D for a number of sublayers
@@ -22,15 +23,7 @@ MHC = MixerConfig(kind="mhc", streams=4)
 MAIN = {"rls": LDM, "attnres_block_3": ATTNRES, "hc_dynamic": HC, "mhc": MHC}
 OTHERS = {
   "preln": MixerConfig(kind="preln"),
-  "delta": dataclasses.replace(LDM, rule="delta"),
-  "outer": dataclasses.replace(LDM, rule="outer"),
-  "shared_key": dataclasses.replace(LDM, shared_key=True),
-  "one_group": dataclasses.replace(LDM, groups=1),
-  "memory_only": dataclasses.replace(LDM, readout="memory_only"),
-  "no_residual": dataclasses.replace(LDM, residual=False),
-  "no_forgetting": dataclasses.replace(LDM, forgetting=False),
-  "no_importance": dataclasses.replace(LDM, importance=False),
-  "write_every_2": dataclasses.replace(LDM, write_every=2),
+  **ablations(LDM),
   "attnres_full": dataclasses.replace(ATTNRES, block_size=1),
   "attnres_block_2": dataclasses.replace(ATTNRES, block_size=2),
   "hc_static": dataclasses.replace(HC, dynamic=False),
@@ -44,7 +37,7 @@ CASES = [
     config, sublayers, id=f"{name}-{sublayers}", marks=pytest.mark.slow if sublayers == 24 else ()
   )
   for name, config in OTHERS.items()
-  for sublayers in ((1, 3, 24) if name in ("write_every_2", "attnres_full") else (3, 24))
+  for sublayers in ((1, 3, 24) if name in ("block_writes", "attnres_full") else (3, 24))
 ]
 
 
