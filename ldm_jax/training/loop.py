@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import re
 import time
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ldm_jax import processes
 from ldm_jax.config import Config
 from ldm_jax.data import ByteTokenizer, Dataset, load_dataset
 from ldm_jax.errors import DivergedError, InputError
@@ -55,19 +57,21 @@ def train(config: Config, workdir: PathLike) -> int:
     config.validate()
     mesh = make_mesh(config.mesh)
     check_divisible(config, mesh)
-    run = _open_run(config, workdir, mesh)
+    own_part = processes.own_rows(mesh, config.data.batch_size)
+    run = _open_run(config, workdir, mesh, own_part)
     try:
       with jax.set_mesh(mesh):
         finished = _train_steps(run, stop)
     finally:
       run.close()
     if not finished:
-      print(
+      run.progress.say(
         f"stopped by {stop.signal.name} after step {int(run.state.step)}, state saved in "
         f"{workdir}; the same command resumes"
       )
       return STOPPED_EXIT_CODE
-    _show_sample(run)
+    if jax.process_count() == 1:  # sampling reads parameters that may lie on other machines
+      _show_sample(run)
   return 0
 
 
@@ -84,6 +88,7 @@ class _Run:
   state: TrainState
   tokens: int
   workdir: Path
+  own_part: tuple[int, int]
 
   def save(self):
     """Starts a checkpoint of the current state, which must be finite."""
@@ -101,7 +106,7 @@ class _Run:
         stack.callback(part.close)
 
 
-def _open_run(config, workdir, mesh):
+def _open_run(config, workdir, mesh, own_part):
   """Everything up to the first compilation: workdir, data, fresh or restored state."""
   workdir = Path(workdir)
   resuming = (workdir / "checkpoints").is_dir() and any((workdir / "checkpoints").iterdir())
@@ -132,8 +137,9 @@ def _open_run(config, workdir, mesh):
   if restored:
     progress.say(f"resuming {workdir} after step {step}")
   writer = MetricsWriter(workdir, step)
+  tokens = record["tokens"]
   return _Run(
-    config, mesh, dataset, checkpointer, writer, progress, state, record["tokens"], workdir
+    config, mesh, dataset, checkpointer, writer, progress, state, tokens, workdir, own_part
   )
 
 
@@ -159,24 +165,30 @@ def _summary(config, mesh, dataset, state):
 def _train_steps(run: _Run, stop: StopRequest) -> bool:
   """Runs the remaining steps; returns whether all are done (False: stopped and saved)."""
   config, first = run.config.train, int(run.state.step)
-  eval_step = jax.jit(make_eval_step(run.config), compiler_options=compiler_options())
+  eval_step = jax.jit(
+    make_eval_step(run.config),
+    out_shardings=NamedSharding(run.mesh, PartitionSpec()),
+    compiler_options=compiler_options(),
+  )
   _evaluate_if_due(run, first, eval_step, stop)
   if first == config.steps:
     run.progress.say(f"nothing left to train: {run.workdir} is at step {first} of {config.steps}")
-    return run.writer.has(first, "eval")
+    return _has_evaluation(run, first)
+  stop.agree(first)
   if stop:
     run.save()
     return False
 
   train_step = _compile(run)
   throughput, pending = Throughput(), None
-  with run.dataset.train_batches(first, config.steps) as batches:
-    for step, batch in zip(range(first, config.steps), batches, strict=True):
-      run.state, metrics = train_step(run.state, put_batch(run.mesh, batch))
+  with run.dataset.train_batches(first, config.steps, *run.own_part) as batches:
+    for done, rows in zip(range(first + 1, config.steps + 1), batches, strict=True):
+      batch = put_batch(run.mesh, rows, *run.own_part)
+      run.state, metrics = train_step(run.state, batch)
       if pending:
         _report(run, throughput, *pending)
-      pending = (step + 1, metrics, batch)
-      done = step + 1
+      pending = (done, metrics, batch)
+      stop.agree(done)
       evaluating = _due(done, config.eval_every, config.steps)
       if not (evaluating or stop or _due(done, config.checkpoint_every, config.steps)):
         continue
@@ -188,7 +200,7 @@ def _train_steps(run: _Run, stop: StopRequest) -> bool:
         break
       throughput.skip(time.perf_counter() - since)
       run.progress.skip(time.perf_counter() - since)
-  return run.writer.has(config.steps, "eval")
+  return _has_evaluation(run, config.steps)
 
 
 def _due(step, every, last):
@@ -197,7 +209,8 @@ def _due(step, every, last):
 
 def _compile(run: _Run) -> jax.stages.Compiled:
   start = time.perf_counter()
-  batch = put_batch(run.mesh, run.dataset.train_batch(0))
+  rows = run.dataset.train_batch(0, *run.own_part)
+  batch = put_batch(run.mesh, rows, *run.own_part)
   compiled = compile_train_step(run.config, run.state, batch)
   run.progress.say(f"compiled the train step in {time.perf_counter() - start:.1f} s")
   run.progress.skip(time.perf_counter() - start)
@@ -220,7 +233,7 @@ def _report(run, throughput, step, metrics, batch):
       "learning_rate": float(schedule(step - 1)),
       "tokens": run.tokens,
       "tokens_per_second": rate,
-      "batch_hash": batch_hash(batch.tokens),
+      "batch_hash": batch_hash(processes.gather(batch.tokens)),
     }
     run.writer.write(step, "train", values)
   run.progress.step(step, float(metrics.loss), rate)
@@ -269,7 +282,7 @@ def _last_good(run):
 def _evaluate_if_due(run, step, eval_step, stop):
   """Evaluates once per due step, also when an earlier process was stopped before it could."""
   config = run.config.train
-  if not _due(step, config.eval_every, config.steps) or run.writer.has(step, "eval"):
+  if not _due(step, config.eval_every, config.steps) or _has_evaluation(run, step):
     return
   batches = run.dataset.held_out_batches(config.eval_batches)
   tokenizer = run.dataset.tokenizer
@@ -287,7 +300,11 @@ def _evaluate_if_due(run, step, eval_step, stop):
   run.progress.say(f"step {step}  held-out loss {result['loss']:.4f} nats per token{bits}")
 
 
-@jax.jit
+def _has_evaluation(run, step):
+  return processes.ask_first(run.writer.has(step, "eval"))
+
+
+@functools.partial(jax.jit, out_shardings=PartitionSpec())
 def _all_finite(tree: PyTree) -> Any:
   floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
   return jnp.stack([jnp.isfinite(leaf).all() for leaf in floats]).all()

@@ -1,7 +1,6 @@
 """Runs end, stop, resume and fail as they say they do."""
 
 import dataclasses
-import json
 import os
 import shutil
 import signal
@@ -10,38 +9,32 @@ import sys
 import time
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ldm_jax.config import MeshConfig, OptimizerConfig, to_json
+from ldm_jax.environment import compilation_cache
 from ldm_jax.errors import InputError, TrainingError
-from ldm_jax.sharding import make_mesh
 from ldm_jax.training import loop
-from ldm_jax.training.checkpoint import Checkpointer
 from ldm_jax.training.metrics import MetricsWriter
-from ldm_jax.training.step import StepMetrics, abstract_state, init_state
-from tests.rig import ROOT, signal_at, tiny_config
+from ldm_jax.training.step import StepMetrics, init_state
+from tests.rig import ROOT, final_state, signal_at, tiny_config, trace, with_model
 
 
-def final_state(config, workdir):
-  mesh = make_mesh(config.mesh)
-  checkpointer = Checkpointer(workdir, 1)
-  state, record = checkpointer.restore_newest(abstract_state(config, mesh))
-  checkpointer.close()
-  return jax.device_get(state), record
-
-
-def trace(workdir):
-  lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-  return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+@pytest.fixture(scope="module", autouse=True)
+def _compile_once(tmp_path_factory):
+  """Every start of a run compiles the same programs."""
+  with compilation_cache(tmp_path_factory.mktemp("cache")):
+    yield
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-  """An undisturbed run of 6 steps."""
-  config, workdir = tiny_config(), tmp_path_factory.mktemp("straight")
+  """An undisturbed run of 6 steps, with dropout and accumulation."""
+  config = with_model(tiny_config(accumulate=2), dropout=0.1)
+  config = dataclasses.replace(config, mesh=MeshConfig(data=4, sequence=2))
+  workdir = tmp_path_factory.mktemp("straight")
   assert loop.train(config, workdir) == 0
   return config, workdir
 
