@@ -173,6 +173,8 @@ class TrainConfig:
   """Steps between checkpoints; one more follows the last step."""
   keep: int = 3
   """Newest checkpoints to keep."""
+  keep_best: bool = False
+  """Also keep the state of the lowest held-out loss so far, in the workdir's folder best/."""
   accumulate: int = 1
   """Parts a batch is computed in, one after another, to save memory."""
   compute_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -83,6 +83,7 @@ class _Run:
   mesh: Mesh
   dataset: Dataset
   checkpointer: Checkpointer
+  best: Checkpointer | None
   writer: MetricsWriter
   progress: Progress
   state: TrainState
@@ -97,13 +98,25 @@ class _Run:
         f"step {int(self.state.step)} left parameters or moments that are not finite; not saved. "
         + _last_good(self)
       )
-    record = {"tokens": self.tokens, "data_fingerprint": self.dataset.fingerprint}
-    self.checkpointer.save(self.state, record)
+    self.checkpointer.save(self.state, self._record())
+
+  def save_if_best(self, loss):
+    """Saves in best/ if no evaluation had a lower loss; durable before the loss is on record."""
+    if self.best is None:
+      return
+    before = self.best.newest_record()
+    if before is None or loss < before["loss"]:
+      self.best.save(self.state, self._record() | {"loss": loss})
+      self.best.wait()
+
+  def _record(self):
+    return {"tokens": self.tokens, "data_fingerprint": self.dataset.fingerprint}
 
   def close(self):
     with contextlib.ExitStack() as stack:  # each is closed even if another fails
-      for part in (self.checkpointer, self.writer, self.progress):
-        stack.callback(part.close)
+      for part in (self.checkpointer, self.best, self.writer, self.progress):
+        if part is not None:
+          stack.callback(part.close)
 
 
 def _open_run(config, workdir, mesh, own_part):
@@ -113,6 +126,7 @@ def _open_run(config, workdir, mesh, own_part):
   notes = open_workdir(workdir, config, resuming)
   dataset = load_dataset(config)
   checkpointer = Checkpointer(workdir, config.train.keep)
+  best = Checkpointer(workdir, 1, "best") if config.train.keep_best else None
   restored = bool(checkpointer.steps())
   if not restored:
     state, record = init_state(config, mesh), {"tokens": 0}
@@ -139,7 +153,7 @@ def _open_run(config, workdir, mesh, own_part):
   writer = MetricsWriter(workdir, step)
   tokens = record["tokens"]
   return _Run(
-    config, mesh, dataset, checkpointer, writer, progress, state, tokens, workdir, own_part
+    config, mesh, dataset, checkpointer, best, writer, progress, state, tokens, workdir, own_part
   )
 
 
@@ -295,6 +309,7 @@ def _evaluate_if_due(run, step, eval_step, stop):
   )
   if result is None:
     return
+  run.save_if_best(result["loss"])
   run.writer.write(step, "eval", result)
   bits = f", {result['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in result else ""
   run.progress.say(f"step {step}  held-out loss {result['loss']:.4f} nats per token{bits}")

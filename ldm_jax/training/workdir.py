@@ -20,6 +20,7 @@ _FREE = {
   "train.eval_batches",
   "train.checkpoint_every",
   "train.keep",
+  "train.keep_best",
   "train.accumulate",
   "train.remat",
   "train.sample_tokens",

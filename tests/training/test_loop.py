@@ -17,6 +17,7 @@ from ldm_jax.config import MeshConfig, OptimizerConfig, to_json
 from ldm_jax.environment import compilation_cache
 from ldm_jax.errors import InputError, TrainingError
 from ldm_jax.training import loop
+from ldm_jax.training.checkpoint import Checkpointer
 from ldm_jax.training.metrics import MetricsWriter
 from ldm_jax.training.step import StepMetrics, init_state
 from tests.rig import ROOT, final_state, signal_at, tiny_config, trace, with_model
@@ -90,6 +91,39 @@ def test_a_stop_during_evaluation_saves_and_the_evaluation_is_made_up_for(
   monkeypatch.setattr(loop, "evaluate", evaluate)
   assert loop.train(config, tmp_path) == 0
   assert trace(tmp_path) == trace(reference)
+
+
+def test_the_best_evaluation_is_kept_apart_if_asked_for(straight, tmp_path, monkeypatch):
+  config, reference = straight
+  config = dataclasses.replace(
+    config, train=dataclasses.replace(config.train, keep_best=True, eval_every=1, keep=1)
+  )
+  losses = iter([3.0, 2.0, 2.5, 2.0, 1.5, 4.0])
+  evaluate = loop.evaluate
+
+  def of_these_losses(*args):
+    result = evaluate(*args)
+    return result and {**result, "loss": next(losses)}
+
+  monkeypatch.setattr(loop, "evaluate", of_these_losses)
+  signal_at(monkeypatch, 3, signal.SIGTERM)
+  best = []
+  for code in (75, 0):
+    assert loop.train(config, tmp_path) == code
+    (folder,) = (tmp_path / "best").iterdir()
+    best.append(folder.name)
+  assert best == ["2", "5"]
+  kept = Checkpointer(tmp_path, 1, "best")
+  assert kept.newest_record() == {
+    "tokens": 5 * 256,
+    "data_fingerprint": final_state(config, reference)[1]["data_fingerprint"],
+    "loss": 1.5,
+  }
+  kept.close()
+  assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["6"]
+  chex.assert_trees_all_equal(
+    final_state(config, tmp_path)[0].params, final_state(config, reference)[0].params
+  )
 
 
 def test_lines_of_steps_that_run_again_are_replaced(straight, tmp_path):
