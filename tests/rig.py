@@ -123,6 +123,9 @@ def ablations(ldm: MixerConfig) -> dict[str, MixerConfig]:
 VARIANTS = {
   **MECHANISMS,
   **ablations(_LDM),
+  "memory_only_embedding": dataclasses.replace(
+    _LDM, readout="memory_only", write_embedding=True, key_bias_init=1.0
+  ),
   "key_dim_1": dataclasses.replace(_LDM, key_dim=1),
   "more_keys_than_writes": dataclasses.replace(_LDM, key_dim=9),
   "bfloat16_memory": dataclasses.replace(_LDM, memory_dtype="bfloat16"),
