@@ -9,17 +9,26 @@ import sys
 import time
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ldm_jax.config import MeshConfig, OptimizerConfig, to_json
+from ldm_jax.data import load_dataset
 from ldm_jax.environment import compilation_cache
 from ldm_jax.errors import InputError, TrainingError
+from ldm_jax.sharding import make_mesh
 from ldm_jax.training import loop
 from ldm_jax.training.checkpoint import Checkpointer
 from ldm_jax.training.metrics import MetricsWriter
-from ldm_jax.training.step import StepMetrics, init_state
+from ldm_jax.training.step import (
+  StepMetrics,
+  abstract_state,
+  compile_train_step,
+  init_state,
+  put_batch,
+)
 from tests.rig import ROOT, final_state, signal_at, tiny_config, trace, with_model
 
 
@@ -271,7 +280,36 @@ def test_saved_on_one_mesh_resumes_on_another(straight, tmp_path):
   assert loop.train(other, tmp_path / "run") == 0
   for line, expected in zip(trace(tmp_path / "run"), trace(reference), strict=True):
     assert line["step"] == expected["step"]
-    np.testing.assert_allclose(line["loss"], expected["loss"], rtol=1e-5)
+    np.testing.assert_allclose(line["loss"], expected["loss"], rtol=1e-6)
+  (state, record), (straight_state, straight_record) = (
+    final_state(config, tmp_path / "run"),
+    final_state(config, reference),
+  )
+  assert record == straight_record
+  differences = [
+    np.abs(one - other).max()
+    for one, other in zip(
+      jax.tree.leaves(state.params), jax.tree.leaves(straight_state.params), strict=True
+    )
+  ]
+  assert max(differences) < 1e-6
+
+
+def test_a_restored_state_is_donated_as_a_fresh_one(straight, tmp_path):
+  config, reference = straight
+  shutil.copytree(reference, tmp_path / "run")
+  mesh = make_mesh(config.mesh)
+  checkpointer = Checkpointer(tmp_path / "run", 1)
+  rows = load_dataset(config).train_batch(0)
+  with jax.set_mesh(mesh):
+    fresh = init_state(config, mesh)
+    restored, _ = checkpointer.restore_newest(abstract_state(config, mesh))
+    assert jax.tree.map(lambda x: x.format, restored) == jax.tree.map(lambda x: x.format, fresh)
+    step = compile_train_step(config, fresh, put_batch(mesh, rows))
+    for state in (fresh, restored):
+      step(state, put_batch(mesh, rows))
+      assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+  checkpointer.close()
 
 
 def test_the_command_survives_a_real_interrupt(tmp_path):
