@@ -21,6 +21,8 @@ from ldm_jax.typing import PyTree
 
 MESH_AXES = ("data", "fsdp", "tensor", "sequence")
 
+_UNNAMED_LIMIT = 0.02  # of all bytes of a tree
+
 # Logical axis -> mesh axes; () is replicated.
 RULES: Mapping[str, tuple[str, ...]] = {
   # activations and streams
@@ -174,6 +176,10 @@ def parameter_shardings(abstract: PyTree, mesh: Mesh) -> PyTree:
 
   Returns:
     The same tree without boxes, a `NamedSharding` for each leaf.
+
+  Raises:
+    ValueError: if a mesh of several devices would hold more than 2 % of the bytes once on each only
+      because their arrays name no axes.
   """
 
   def sharding(leaf):
@@ -183,4 +189,22 @@ def parameter_shardings(abstract: PyTree, mesh: Mesh) -> PyTree:
   def boxed(leaf):
     return isinstance(leaf, NamedAxes)
 
+  if mesh.size > 1:
+    _check_names(jax.tree_util.tree_leaves_with_path(abstract, is_leaf=boxed), boxed)
   return jax.tree.map(sharding, abstract, is_leaf=boxed)
+
+
+def _check_names(leaves, boxed):
+  def size(leaf):
+    array = leaf.value if boxed(leaf) else leaf
+    return array.size * array.dtype.itemsize
+
+  unnamed = {path: size(leaf) for path, leaf in leaves if not boxed(leaf)}
+  total = sum(size(leaf) for _, leaf in leaves)
+  if sum(unnamed.values()) > _UNNAMED_LIMIT * total:
+    largest = jax.tree_util.keystr(max(unnamed, key=unnamed.get), simple=True, separator="/")
+    raise ValueError(
+      f"{sum(unnamed.values()) / total:.0%} of the bytes would be whole on every device because "
+      f"their arrays name no axes, such as {largest}; wrap their initialisers in "
+      "`ldm_jax.sharding.partitioned` with the name of each axis"
+    )

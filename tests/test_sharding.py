@@ -14,9 +14,12 @@ from ldm_jax.sharding import (
   constrain,
   make_mesh,
   mesh_shape,
+  parameter_shardings,
   partition_spec,
   partitioned,
 )
+from ldm_jax.sharding_report import bytes_per_device, parameter_rows, sharding_lines
+from ldm_jax.training.step import abstract_state, init_state
 from tests.rig import tiny_config, with_mixer, with_model
 
 
@@ -71,6 +74,38 @@ def test_sizes_that_a_mesh_cannot_split_are_refused_by_name(mesh, config, messag
     return
   with pytest.raises(InputError, match=message):
     check_divisible(config, mesh)
+
+
+def test_arrays_without_axis_names_are_refused_where_they_would_be_replicated():
+  mesh = make_mesh(MeshConfig(data=1, fsdp=8))
+  named = partitioned(jax.nn.initializers.zeros, "embed", None)(jax.random.key(0), (64, 100))
+  tree = {"named": named, "scalar": jnp.zeros(100)}
+  assert parameter_shardings(tree, mesh)["named"].spec == PartitionSpec(("fsdp",), None)
+  tree["forgotten"] = jnp.zeros((64, 3))
+  with pytest.raises(ValueError, match=r"4% of the bytes .* such as forgotten; wrap"):
+    parameter_shardings(tree, mesh)
+  parameter_shardings(tree, make_mesh(MeshConfig(), jax.devices()[:1]))
+
+
+def test_the_table_names_what_lies_on_a_device():
+  mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+  state = abstract_state(tiny_config(), mesh)
+  rows = {row.name: row for row in parameter_rows(state.params)}
+  up = rows["block_*/mlp/up/kernel"]
+  assert up[1:] == (2, (32, 64), "fsdp, tensor", 2 * 32 * 64 * 4 // 4)
+  assert rows["final_norm/scale"].spec == "-"
+  assert sum(row.count for row in rows.values()) == len(jax.tree.leaves(state.params))
+  on_device = sum(row.bytes_per_device for row in rows.values())
+  assert on_device == bytes_per_device(state.params)
+  with jax.set_mesh(mesh):
+    real = init_state(tiny_config(), mesh).params
+  held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(real))
+  assert on_device == held
+  *table, total = sharding_lines(state.params, state.optimizer_state)
+  assert any(
+    line.split()[:5] == ["2", "x", "block_*/mlp/up/kernel", "[32,", "64]"] for line in table
+  )
+  assert f"parameters {held / 2**20:,.1f} MiB" in total
 
 
 def test_outside_our_mesh_a_constraint_changes_nothing():
