@@ -20,6 +20,12 @@ from ldm_jax.sampling import sample
 from ldm_jax.sharding import check_divisible, make_mesh
 from ldm_jax.training.checkpoint import Checkpointer
 from ldm_jax.training.evaluation import evaluate
+from ldm_jax.training.flops import (
+  mesh_peak_flops,
+  mfu,
+  mixer_flops_per_token,
+  model_flops_per_token,
+)
 from ldm_jax.training.metrics import MetricsWriter, Progress, Throughput, batch_hash
 from ldm_jax.training.optimizer import learning_rate_schedule
 from ldm_jax.training.signals import STOPPED_EXIT_CODE, StopRequest
@@ -154,6 +160,17 @@ def _summary(config, mesh, dataset, state):
   yield f"devices: {mesh.size} x {mesh.devices.flat[0].device_kind}" + (
     f" ({shape})" if shape else ""
   )
+  yield _work(config, mesh)
+
+
+def _work(config, mesh):
+  """FLOPs of a token, and whether the run can say what share of the hardware's peak they are."""
+  flops = model_flops_per_token(config.model, config.data.sequence_length)
+  extra = mixer_flops_per_token(config.model)
+  mixers = f", mixers {extra / 1e6:,.2f} more ({extra / flops:.2%})" if extra else ""
+  peak, kind = mesh_peak_flops(mesh), mesh.devices.flat[0].device_kind
+  share = f"n/a (no peak known for {kind})" if peak is None else f"of {peak / 1e12:,.4g} TFLOP/s"
+  return f"work: {flops / 1e6:,.2f} MFLOP to train a token{mixers}; MFU {share}"
 
 
 def _train_steps(run: _Run, stop: StopRequest) -> bool:
@@ -210,9 +227,11 @@ def _report(run, throughput, step, metrics, batch):
   _check_finite(run, step, metrics)
   run.tokens += int(metrics.tokens)
   throughput.add(int(metrics.tokens))
-  rate = None
+  rate = share = None
   if _due(step, run.config.train.log_every, run.config.train.steps):
     rate = throughput.take()
+    flops = model_flops_per_token(run.config.model, run.config.data.sequence_length)
+    share = mfu(rate, flops, mesh_peak_flops(run.mesh))
     schedule = learning_rate_schedule(run.config.optimizer, run.config.train.steps)
     values = {
       "loss": float(metrics.loss),
@@ -222,8 +241,10 @@ def _report(run, throughput, step, metrics, batch):
       "tokens_per_second": rate,
       "batch_hash": batch_hash(batch.tokens),
     }
+    if share is not None:
+      values["mfu"] = share
     run.writer.write(step, "train", values)
-  run.progress.step(step, float(metrics.loss), rate)
+  run.progress.step(step, float(metrics.loss), rate, share)
 
 
 def _check_finite(run, step, metrics):

@@ -141,14 +141,18 @@ class Progress:
         bar_format="step {n_fmt}/{total_fmt} |{bar}|{postfix}",
       )
 
-  def step(self, done: int, loss: float, rate: float | None) -> None:
-    """Reports a finished step; `rate` (tokens/s) is None except at a logged step."""
+  def step(self, done: int, loss: float, rate: float | None, mfu: float | None = None) -> None:
+    """Reports a finished step; `rate` (tokens/s) is None except at a logged step.
+
+    `mfu` is a fraction, or None where it is not known; nothing is said about it then.
+    """
     self._done = done
     if rate is None:
       if self._bar is not None:
         self._bar.update(done - self._bar.n)
       return
-    text = f"loss {loss:.4f}  {rate:,.0f} tokens/s  {self._time_left()} left"
+    share = "" if mfu is None else f"MFU {mfu:.1%}  "
+    text = f"loss {loss:.4f}  {rate:,.0f} tokens/s  {share}{self._time_left()} left"
     if self._bar is None:
       print(f"step {done}/{self._steps}  {text}", flush=True)
     else:
