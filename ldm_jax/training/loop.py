@@ -4,6 +4,8 @@ import contextlib
 import dataclasses
 import re
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from ldm_jax.model import mixer_parameter_count, parameter_count
 from ldm_jax.sampling import sample
 from ldm_jax.sharding import check_divisible, make_mesh
 from ldm_jax.training.checkpoint import Checkpointer
+from ldm_jax.training.depth_metrics import compile_depth_step, depth_values
 from ldm_jax.training.evaluation import evaluate
 from ldm_jax.training.flops import (
   mesh_peak_flops,
@@ -28,6 +31,7 @@ from ldm_jax.training.flops import (
 )
 from ldm_jax.training.metrics import MetricsWriter, Progress, Throughput, batch_hash
 from ldm_jax.training.optimizer import learning_rate_schedule
+from ldm_jax.training.profile import ProfileWindow
 from ldm_jax.training.signals import STOPPED_EXIT_CODE, StopRequest
 from ldm_jax.training.step import (
   TrainState,
@@ -90,6 +94,7 @@ class _Run:
   state: TrainState
   tokens: int
   workdir: Path
+  profile: ProfileWindow
 
   def save(self):
     """Starts a checkpoint of the current state, which must be finite."""
@@ -105,6 +110,7 @@ class _Run:
     with contextlib.ExitStack() as stack:  # each is closed even if another fails
       for part in (self.checkpointer, self.writer, self.progress):
         stack.callback(part.close)
+      stack.callback(self.profile.end)
 
 
 def _open_run(config, workdir, mesh):
@@ -137,9 +143,14 @@ def _open_run(config, workdir, mesh):
     progress.say(line)
   if restored:
     progress.say(f"resuming {workdir} after step {step}")
+  profile = ProfileWindow(
+    workdir / "profile", config.train.profile_start, config.train.profile_steps
+  )
+  if profile.missed(step):
+    progress.say(f"no profile: step {step} is beyond train.profile_start")
   writer = MetricsWriter(workdir, step)
   return _Run(
-    config, mesh, dataset, checkpointer, writer, progress, state, record["tokens"], workdir
+    config, mesh, dataset, checkpointer, writer, progress, state, record["tokens"], workdir, profile
   )
 
 
@@ -185,15 +196,28 @@ def _train_steps(run: _Run, stop: StopRequest) -> bool:
     run.save()
     return False
 
-  train_step = _compile(run)
+  train_step = _compile(run, "train step", partial(compile_train_step, run.config, run.state))
+  depth_step = None
+  if config.depth_metrics_every:
+    compile_for = partial(compile_depth_step, run.config, run.mesh, run.state.params)
+    depth_step = _compile(run, "depth metrics", compile_for)
   throughput, pending = Throughput(), None
   with run.dataset.train_batches(first, config.steps) as batches:
     for step, batch in zip(range(first, config.steps), batches, strict=True):
-      run.state, metrics = train_step(run.state, put_batch(run.mesh, batch))
+      inputs, depth, done = put_batch(run.mesh, batch), None, step + 1
+      if run.profile.begins_after(step):
+        with _outside_training(run, throughput):
+          run.profile.begin()
+      if depth_step and done % config.depth_metrics_every == 0:
+        with _outside_training(run, throughput):
+          depth = jax.device_get(depth_step(run.state.params, inputs))
+      run.state, metrics = train_step(run.state, inputs)
       if pending:
         _report(run, throughput, *pending)
-      pending = (step + 1, metrics, batch)
-      done = step + 1
+      pending = (done, metrics, batch, depth)
+      if run.profile.ends_after(done):
+        with _outside_training(run, throughput):
+          run.profile.end()
       evaluating = _due(done, config.eval_every, config.steps)
       if not (evaluating or stop or _due(done, config.checkpoint_every, config.steps)):
         continue
@@ -212,16 +236,26 @@ def _due(step, every, last):
   return step > 0 and (step % every == 0 or step == last)
 
 
-def _compile(run: _Run) -> jax.stages.Compiled:
+def _compile(run: _Run, what: str, compile_for: Callable) -> jax.stages.Compiled:
+  """Calls `compile_for(batch)` and says how long it took."""
   start = time.perf_counter()
-  batch = put_batch(run.mesh, run.dataset.train_batch(0))
-  compiled = compile_train_step(run.config, run.state, batch)
-  run.progress.say(f"compiled the train step in {time.perf_counter() - start:.1f} s")
+  compiled = compile_for(put_batch(run.mesh, run.dataset.train_batch(0)))
+  run.progress.say(f"compiled the {what} in {time.perf_counter() - start:.1f} s")
   run.progress.skip(time.perf_counter() - start)
   return compiled
 
 
-def _report(run, throughput, step, metrics, batch):
+@contextlib.contextmanager
+def _outside_training(run, throughput):
+  """Waits for the steps so far; the time that the block then takes is not counted as training."""
+  jax.block_until_ready(run.state)
+  since = time.perf_counter()
+  yield
+  throughput.skip(time.perf_counter() - since)
+  run.progress.skip(time.perf_counter() - since)
+
+
+def _report(run, throughput, step, metrics, batch, depth):
   """Takes a finished step's numbers off the device; stops the run if they are not finite."""
   metrics = jax.device_get(metrics)
   _check_finite(run, step, metrics)
@@ -244,6 +278,8 @@ def _report(run, throughput, step, metrics, batch):
     if share is not None:
       values["mfu"] = share
     run.writer.write(step, "train", values)
+  if depth is not None:
+    run.writer.write(step, "depth", depth_values(depth, metrics, run.state.params))
   run.progress.step(step, float(metrics.loss), rate, share)
 
 

@@ -135,7 +135,7 @@ def make_train_step(
   gradient = jax.grad(objective, has_aux=True)
 
   def accumulate(params, batch):
-    return _sum_over_parts(lambda part: gradient(params, part), batch, parts)
+    return sum_over_parts(lambda part: gradient(params, part), batch, parts)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     gradient_sums, sums = accumulate(state.params, batch)
@@ -179,12 +179,12 @@ def make_eval_step(config: Config) -> Callable[[PyTree, Batch], LossSums]:
   model, parts = make_model(config), config.train.accumulate
 
   def eval_step(params: PyTree, batch: Batch) -> LossSums:
-    return _sum_over_parts(lambda part: _forward(model, params, part), batch, parts)
+    return sum_over_parts(lambda part: _forward(model, params, part), batch, parts)
 
   return eval_step
 
 
-def _sum_over_parts(function, batch, parts):
+def sum_over_parts(function, batch, parts):
   """Sums `function` over `parts` equal parts of a batch, one after another."""
   if parts == 1:
     return function(batch)
