@@ -167,7 +167,7 @@ class TrainConfig:
   """Batches of held-out rows in an evaluation; 0 for all of them."""
   depth_metrics_every: int = 0
   """Steps between depth lines of metrics.jsonl: sizes of streams, outputs and gradients at every
-  sublayer; 0 for none. Each costs about a step."""
+  sublayer; 0 for none. Each takes about as long as a step."""
   profile_start: int = 0
   """Steps before the profiler starts."""
   profile_steps: int = 0
