@@ -1,9 +1,11 @@
-"""Four depth mixers on a deep, narrow byte model: 12 blocks of width 64, 0.5M tokens a run.
+"""Five depth mixers on a deep, narrow byte model: 12 blocks of width 64, 0.5M tokens a run.
 
 python -m ldm_jax.compare --config configs/compare_tiny.py --out runs/compare_tiny
 
 Depth mixers differ in what crosses layers, so the model has more layers than its size asks for.
 """
+
+import dataclasses
 
 from ldm_jax import Config, MixerConfig, ModelConfig
 from ldm_jax.compare import Comparison
@@ -11,7 +13,8 @@ from ldm_jax.config import DataConfig, OptimizerConfig, TrainConfig
 
 
 def get_comparison() -> Comparison:
-  """The plain residual stream and one mixer of each family, 16 runs."""
+  """The plain residual stream, both readouts of the depth memory, and its rivals: 20 runs."""
+  ldm = MixerConfig(kind="ldm", rule="rls", groups=4, key_dim=8, latent_dim=32)
   return Comparison(
     base=Config(
       model=ModelConfig(width=64, blocks=12, heads=4, mlp_width=176, vocab_size=257),
@@ -29,7 +32,10 @@ def get_comparison() -> Comparison:
     ),
     mixers={
       "preln": MixerConfig(kind="preln"),
-      "ldm": MixerConfig(kind="ldm", rule="rls", groups=4, key_dim=8, latent_dim=32),
+      "ldm": ldm,
+      "ldm_memory_only": dataclasses.replace(
+        ldm, readout="memory_only", write_embedding=True, key_bias_init=1.0
+      ),
       "mhc": MixerConfig(kind="mhc", streams=4),
       "attnres": MixerConfig(kind="attnres", block_size=4),
     },

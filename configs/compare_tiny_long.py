@@ -1,4 +1,4 @@
-"""compare_tiny with the full forms and the ablations: 18 mixers, 3 seeds and 3 rates, 162 runs.
+"""compare_tiny with the full forms and the ablations: 19 mixers, 3 seeds and 3 rates, 171 runs.
 
 python -m ldm_jax.compare --config configs/compare_tiny_long.py --out runs/compare_tiny_long
 
@@ -30,7 +30,7 @@ def get_comparison() -> Comparison:
     "ldm_no_importance": ldm(importance=False),
     "ldm_one_group": ldm(groups=1),
     "ldm_shared_key": ldm(shared_key=True),
-    "ldm_memory_only": ldm(readout="memory_only"),
+    "ldm_memory_only_without_embedding": ldm(readout="memory_only"),
     "ldm_no_residual": ldm(residual=False),
     "ldm_block_writes": ldm(write_every=2),
     "ldm_k4": ldm(key_dim=4),

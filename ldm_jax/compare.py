@@ -46,6 +46,7 @@ from ldm_jax.sharding import check_divisible, make_mesh
 from ldm_jax.training.loop import train
 from ldm_jax.training.signals import STOPPED_EXIT_CODE, StopRequest
 from ldm_jax.training.step import abstract_state
+from ldm_jax.training.workdir import settings_in_use
 from ldm_jax.typing import PathLike
 
 __all__ = ["Comparison", "compare", "load_comparison", "main"]
@@ -123,7 +124,7 @@ class _Session:
         raise InputError(
           f"{folder / 'config.json'}: {error}; restore the file or delete the folder"
         ) from error
-      wanted = flatten(self.comparison.config(run))
+      wanted = settings_in_use(self.comparison.config(run))
       changed = [
         f"{k} was {saved[k]} and is now {wanted[k]}" for k in wanted if saved[k] != wanted[k]
       ]

@@ -49,7 +49,7 @@ class MixerConfig:
   """Lower bound of the learned forgetting factors (rule rls)."""
   forgetting_init: float = 0.98
   """Forgetting factors at initialisation (rule rls)."""
-  gain_init: float = 0.0
+  gain_init: float = 1.0
   """Read gain at initialisation, 0 starts as PreLN (readout add)."""
   key_bias_init: float = 0.0
   """Every component of the key and query biases at initialisation. The larger, the more alike keys
@@ -64,6 +64,8 @@ class MixerConfig:
   """False holds the forgetting factors at 1 (rule rls; ablation)."""
   importance: bool = True
   """False holds the importance of every write at 1 (rule rls; ablation)."""
+  write_embedding: bool = False
+  """Whether the embedding is the memory's first record; False starts from an empty memory."""
   write_every: int = 1
   """Sublayers per write; 2 writes the sum of a block's two outputs once (ablation)."""
   block_size: int = 6
@@ -96,6 +98,8 @@ class ModelConfig:
   """RMSNorm on queries and keys of each head."""
   rope_theta: float = 10_000.0
   """Base of the rotary wavelengths."""
+  dropout: float = 0.0
+  """Fraction of the embeddings and of every sublayer's outputs set to zero in training."""
   mixer: MixerConfig = MixerConfig()
 
   @property
@@ -176,6 +180,8 @@ class TrainConfig:
   """Steps between checkpoints; one more follows the last step."""
   keep: int = 3
   """Newest checkpoints to keep."""
+  keep_best: bool = False
+  """Also keep the state of the lowest held-out loss so far, in the workdir's folder best/."""
   accumulate: int = 1
   """Parts a batch is computed in, one after another, to save memory."""
   compute_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -45,7 +45,7 @@ _RANGES = (
     "model.mixer.min_forgetting model.mixer.forgetting_init",
   ),
   (lambda x: 0 <= x <= 1, "between 0 and 1", "optimizer.final_fraction"),
-  (lambda x: 0 <= x < 1, "at least 0 and below 1", "optimizer.beta1 optimizer.beta2"),
+  (lambda x: 0 <= x < 1, "at least 0 and below 1", "model.dropout optimizer.beta1 optimizer.beta2"),
   (
     lambda x: x == -1 or x >= 1,
     "at least 1, or -1 for the rest of the devices",

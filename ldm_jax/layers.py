@@ -5,7 +5,7 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from ldm_jax.sharding import constrain, partitioned
 from ldm_jax.typing import ActivationsBTD, Dtype, TokensBT
@@ -42,6 +42,29 @@ def rotary(
   first, second = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
   rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
   return rotated.astype(x_BTHC.dtype)
+
+
+def dropout(
+  x: ActivationsBTD, rate: float, keys: Key[Array, " B"] | None, place: int
+) -> ActivationsBTD:
+  """Sets entries to zero with probability `rate` and scales the others by 1 / (1 − rate).
+
+  Each row has a random key of its own, so a row's mask is the same in any batch, in any part of an
+  accumulated batch, and on any number of devices.
+
+  Args:
+    x: activations.
+    rate: in [0, 1).
+    keys: one for each row of the batch; None returns x.
+    place: number of this place in the network, so that no two share a mask.
+  """
+  if keys is None or not rate:
+    return x
+
+  def keep(key):
+    return jax.random.bernoulli(jax.random.fold_in(key, place), 1 - rate, x.shape[1:])
+
+  return jnp.where(jax.vmap(keep)(keys), x / (1 - rate), 0).astype(x.dtype)
 
 
 class Attention(nn.Module):

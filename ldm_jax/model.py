@@ -5,10 +5,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from ldm_jax.config import ModelConfig
-from ldm_jax.layers import Attention, Embedder, SwiGLU, rms_norm
+from ldm_jax.layers import Attention, Embedder, SwiGLU, dropout, rms_norm
 from ldm_jax.mixers import make_mixer
 from ldm_jax.typing import Dtype, PyTree, TokensBT
 
@@ -26,7 +26,13 @@ class Block(nn.Module):
   dtype: Dtype
 
   @nn.compact
-  def __call__(self, streams: Any, positions: TokensBT, segment_ids: TokensBT) -> Any:
+  def __call__(
+    self,
+    streams: Any,
+    positions: TokensBT,
+    segment_ids: TokensBT,
+    dropout_keys: Key[Array, " B"] | None,
+  ) -> Any:
     """Carries the streams through both sublayers."""
     config = self.config
     attention = Attention(
@@ -43,8 +49,12 @@ class Block(nn.Module):
       make_mixer(config.mixer, 2 * self.index + side, config.sublayers, self.dtype, f"{part}_mixer")
       for side, part in enumerate(("attention", "mlp"))
     ]
-    streams = mixers[0](streams, lambda h: attention(norms[0](h), positions, segment_ids))
-    return mixers[1](streams, lambda h: mlp(norms[1](h)))
+
+    def drop(v, side):
+      return dropout(v, config.dropout, dropout_keys, 2 * self.index + side + 1)
+
+    streams = mixers[0](streams, lambda h: drop(attention(norms[0](h), positions, segment_ids), 0))
+    return mixers[1](streams, lambda h: drop(mlp(norms[1](h)), 1))
 
 
 class TransformerLM(nn.Module):
@@ -67,6 +77,7 @@ class TransformerLM(nn.Module):
     tokens: TokensBT,
     positions: TokensBT | None = None,
     segment_ids: TokensBT | None = None,
+    dropout_keys: Key[Array, " B"] | None = None,
   ) -> Float[Array, "B T padded_vocab_size"]:
     """Next-token logits.
 
@@ -74,6 +85,7 @@ class TransformerLM(nn.Module):
       tokens: int [B, T].
       positions: position of each token in its document; 0 … T−1 if not given.
       segment_ids: documents of a packed row, attention stays inside one; all the same if not given.
+      dropout_keys: a random key for each row, to train with `config.dropout`; None drops nothing.
 
     Returns:
       float32 [B, T, vocab_size rounded up to 128]; the padding ids are at −1e9.
@@ -94,10 +106,11 @@ class TransformerLM(nn.Module):
     last = config.sublayers
     output_mixer = make_mixer(config.mixer, last, last, self.dtype, "output_mixer")
 
-    streams = output_mixer.init_streams(embedder.encode(tokens))
+    embeddings = dropout(embedder.encode(tokens), config.dropout, dropout_keys, 0)
+    streams = output_mixer.init_streams(embeddings)
     for index in range(config.blocks):
       block = self._block_class()(config, index, self.dtype, name=f"block_{index}")
-      streams = block(streams, positions, segment_ids)
+      streams = block(streams, positions, segment_ids, dropout_keys)
     x = output_mixer.read(streams)
     return embedder.decode(rms_norm(self.dtype, "final_norm")(x))
 

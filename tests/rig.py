@@ -2,16 +2,22 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
+
 from ldm_jax import Config, MixerConfig, ModelConfig
 from ldm_jax.comparison import Comparison
 from ldm_jax.config import DataConfig, OptimizerConfig, TrainConfig, with_mixer
 from ldm_jax.data import Dataset
+from ldm_jax.sharding import make_mesh
+from ldm_jax.training.checkpoint import Checkpointer
+from ldm_jax.training.step import abstract_state
 
 __all__ = [
   "ABLATIONS",
@@ -19,10 +25,12 @@ __all__ = [
   "ROOT",
   "VARIANTS",
   "ablations",
+  "final_state",
   "refusal",
   "signal_at",
   "tiny_comparison",
   "tiny_config",
+  "trace",
   "with_kind",
   "with_mixer",
   "with_model",
@@ -48,19 +56,34 @@ def tiny_config(kind: str = "ldm", **train) -> Config:
   )
 
 
+def final_state(config: Config, workdir: Path):
+  """The train state and the record of the newest checkpoint."""
+  mesh = make_mesh(config.mesh)
+  checkpointer = Checkpointer(workdir, 1)
+  state, record = checkpointer.restore_newest(abstract_state(config, mesh))
+  checkpointer.close()
+  return jax.device_get(state), record
+
+
+def trace(workdir: Path) -> list[dict]:
+  """metrics.jsonl without what depends on the clock."""
+  lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+  return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+
+
 def signal_at(monkeypatch, step: int, number: signal.Signals) -> None:
   """Training gets the signal when it asks for the batch of a step."""
   original = Dataset.train_batches
 
   @contextlib.contextmanager
-  def train_batches(self, first, stop):
+  def train_batches(self, first, stop, *part):
     def signalled(batches):
       for at, batch in enumerate(batches, first):
         if at == step:
           os.kill(os.getpid(), number)
         yield batch
 
-    with original(self, first, stop) as batches:
+    with original(self, first, stop, *part) as batches:
       yield signalled(batches)
 
   monkeypatch.setattr(Dataset, "train_batches", train_batches)
@@ -100,6 +123,9 @@ def ablations(ldm: MixerConfig) -> dict[str, MixerConfig]:
 VARIANTS = {
   **MECHANISMS,
   **ablations(_LDM),
+  "memory_only_embedding": dataclasses.replace(
+    _LDM, readout="memory_only", write_embedding=True, key_bias_init=1.0
+  ),
   "key_dim_1": dataclasses.replace(_LDM, key_dim=1),
   "more_keys_than_writes": dataclasses.replace(_LDM, key_dim=9),
   "bfloat16_memory": dataclasses.replace(_LDM, memory_dtype="bfloat16"),

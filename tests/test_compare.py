@@ -20,7 +20,7 @@ from ldm_jax.comparison import Run
 from ldm_jax.config import to_json
 from ldm_jax.errors import DivergedError, InputError, TrainingError
 from ldm_jax.training import loop
-from tests.rig import refusal, signal_at, tiny_comparison
+from tests.rig import refusal, signal_at, tiny_comparison, tiny_config
 
 COMPARISON_FILE = """
 from ldm_jax.compare import Comparison
@@ -328,6 +328,21 @@ def test_a_full_disk_ends_the_comparison_and_is_no_divergence(fake, tmp_path, mo
   monkeypatch.setattr(command, "_write", original)
   assert compare(tiny_comparison(), tmp_path)[0] == 0
   assert len(fake.calls) == 1 + 4
+
+
+def test_settings_of_another_mixer_do_not_tell_runs_apart(fake, tmp_path):
+  comparison = tiny_comparison(seeds=(0,), learning_rates=(0.25,))
+  compare(comparison, tmp_path)
+  trained = len(fake.calls)
+  mixers = {
+    name: dataclasses.replace(mixer, streams=7, gain_init=0.125)
+    for name, mixer in comparison.mixers.items()
+  }
+  unaffected = dataclasses.replace(comparison, mixers={"preln": mixers["preln"]})
+  assert compare(unaffected, tmp_path)[0] == 0
+  assert len(fake.calls) == trained
+  with pytest.raises(InputError, match=r"mixer.gain_init was 1.0 and is now 0.125\. Choose"):
+    compare(dataclasses.replace(comparison, mixers=mixers), tmp_path)
 
 
 def test_runs_with_other_settings_are_refused_by_name(fake, tmp_path):

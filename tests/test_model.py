@@ -46,7 +46,7 @@ def test_mechanisms_start_from_the_same_weights():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rule", ["rls", "delta", "outer"])
 def test_gain_zero_gives_the_logits_of_preln_to_the_bit(rule, dtype):
-  model, params = make(with_mixer(tiny_config(), rule=rule), dtype=jnp.dtype(dtype))
+  model, params = make(with_mixer(tiny_config(), rule=rule, gain_init=0.0), dtype=jnp.dtype(dtype))
   plain = TransformerLM(tiny_config("preln").model, dtype=jnp.dtype(dtype))
   plain_params = without_mixers(params)
   assert parameter_count(plain_params) < parameter_count(params)
@@ -228,6 +228,13 @@ def test_presets_are_the_same_but_for_the_mixer(size):
       assert config.optimizer.learning_rate == 2e-3
       same = dataclasses.replace(same, optimizer=ldm.optimizer)
     assert same == ldm
+
+
+@pytest.mark.parametrize("size", ["tiny", "400m", "1_5b"])
+def test_memory_only_presets_change_the_readout(size):
+  config = load_config(ROOT / "configs" / f"ldm_memory_only_{size}.py")
+  changes = dict(readout="memory_only", write_embedding=True, key_bias_init=1.0)
+  assert config == with_mixer(load_config(ROOT / "configs" / f"ldm_{size}.py"), **changes)
 
 
 @pytest.mark.parametrize(("name", "change"), ABLATIONS.items())

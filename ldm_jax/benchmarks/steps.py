@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -69,6 +70,7 @@ class StepTimer:
     positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
     ones = np.ones(shape, np.int32)
     with jax.set_mesh(mesh):
+      self._mesh = mesh
       self._batch = put_batch(mesh, Batch(tokens, tokens, positions, ones, ones.astype(bool)))
       self._state = init_state(config, mesh)
       self._step = compile_train_step(config, self._state, self._batch)
@@ -77,12 +79,19 @@ class StepTimer:
     self.measure()
     self._seconds.clear()
 
-  def measure(self) -> None:
-    """Takes one step and notes how long it took."""
+  def measure(self, batches: Iterator[Batch] | None = None) -> float:
+    """Takes one step and notes how long it took, in seconds.
+
+    Args:
+      batches: where to take the batch from, within that time; without, the same one every time,
+        which is on the device already.
+    """
     start = time.perf_counter()
-    self._state, metrics = self._step(self._state, self._batch)
+    batch = self._batch if batches is None else put_batch(self._mesh, next(batches))
+    self._state, metrics = self._step(self._state, batch)
     jax.block_until_ready((self._state, metrics))
     self._seconds.append(time.perf_counter() - start)
+    return self._seconds[-1]
 
   @property
   def median(self) -> float:

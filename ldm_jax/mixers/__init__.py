@@ -48,8 +48,11 @@ def make_mixer(
   """
   if config.kind not in MIXERS:
     raise InputError(f"mixer kind {config.kind!r} is not one of {', '.join(MIXERS)}")
-  cls = MIXERS[config.kind]
-  fields = {field.name for field in dataclasses.fields(cls)}
-  fields -= {"index", "sublayers", "dtype", "name", "parent"}
-  settings = {key: value for key, value in vars(config).items() if key in fields}
-  return cls(index=index, sublayers=sublayers, dtype=dtype, name=name, **settings)
+  settings = {name: getattr(config, name) for name in settings_of(config.kind)}
+  return MIXERS[config.kind](index=index, sublayers=sublayers, dtype=dtype, name=name, **settings)
+
+
+def settings_of(kind: str) -> set[str]:
+  """Which settings of `MixerConfig` the mechanism `kind` has; the others mean nothing to it."""
+  fields = {field.name for field in dataclasses.fields(MIXERS[kind])}
+  return fields & {field.name for field in dataclasses.fields(MixerConfig)}

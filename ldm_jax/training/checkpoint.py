@@ -16,14 +16,14 @@ logging.getLogger("absl").setLevel(logging.ERROR)  # orbax logs every file it to
 
 
 class Checkpointer:
-  """The checkpoints of one run, in `workdir/checkpoints`, by finished steps.
+  """Checkpoints of one run, by finished steps.
 
   Beside the train state each holds a small JSON record of what lives on the host.
   """
 
-  def __init__(self, workdir: PathLike, keep: int):
-    """Opens the folder, creating it if need be; `keep` newest checkpoints survive a save."""
-    self.directory = epath.Path(workdir).resolve() / "checkpoints"
+  def __init__(self, workdir: PathLike, keep: int, folder: str = "checkpoints"):
+    """Opens `workdir/folder`, creating it if need be; `keep` newest checkpoints survive a save."""
+    self.directory = epath.Path(workdir).resolve() / folder
     options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
     self._manager = ocp.CheckpointManager(self.directory, options=options)
     self._damaged: set[int] = set()
@@ -85,6 +85,16 @@ class Checkpointer:
         print(f"checkpoint {step} in {self.directory} does not load, skipping it: {reason}")
     if steps:
       raise TrainingError(f"none of the checkpoints {steps} in {self.directory} loads")
+    return None
+
+  def newest_record(self) -> dict[str, Any] | None:
+    """The record of the newest checkpoint, without its state; None if there is none that loads."""
+    for step in reversed(self.steps()):
+      try:
+        items = ocp.args.Composite(record=ocp.args.JsonRestore())
+        return self._manager.restore(step, args=items)["record"]
+      except Exception:  # orbax raises many kinds; any of them means "not this one"
+        self._damaged.add(step)
     return None
 
   def wait(self) -> None:

@@ -24,7 +24,9 @@ from ldm_jax.mixers import DepthMixer, HyperConnectionStreams
 from ldm_jax.sharding import constrain
 from ldm_jax.training.step import (
   StepMetrics,
+  TrainState,
   compiler_options,
+  dropout_keys,
   loss_sums,
   make_model,
   sum_over_parts,
@@ -59,15 +61,16 @@ class _Seen:
   output: Any = None
 
 
-def make_depth_step(config: Config) -> Callable[[PyTree, Batch], DepthSums]:
-  """Returns `depth_step(params, batch) -> DepthSums`, a pure function to compile.
+def make_depth_step(config: Config) -> Callable[[TrainState, Batch], DepthSums]:
+  """Returns `depth_step(state, batch) -> DepthSums`, a pure function to compile.
 
   It costs a forward pass and the part of a backward pass that carries gradients through the
-  sublayers, in as many parts as a train step (`train.accumulate`).  It changes nothing.
+  sublayers, in as many parts as a train step (`train.accumulate`) and with the same units dropped.
+  It changes nothing.
   """
   model, z_loss = make_model(config), config.optimizer.z_loss
 
-  def objective(taps, params, batch):
+  def objective(taps, params, batch, keys):
     batch = jax.tree.map(lambda x: constrain(x, "batch", "sequence"), batch)
     with nn.intercept_methods(_observer(taps)):
       logits, collections = model.apply(
@@ -75,6 +78,7 @@ def make_depth_step(config: Config) -> Callable[[PyTree, Batch], DepthSums]:
         batch.tokens,
         batch.positions,
         batch.segment_ids,
+        keys,
         mutable=[_COLLECTION],
       )
     sums = loss_sums(logits, batch.targets, batch.loss_mask)
@@ -84,14 +88,16 @@ def make_depth_step(config: Config) -> Callable[[PyTree, Batch], DepthSums]:
     outputs = jnp.stack([one.output for one in seen[:-1]])
     return sums.cross_entropy + z_loss * sums.squared_log_partition, (streams, outputs, sums.tokens)
 
-  def part_sums(params, batch):
+  def part_sums(params, batch, keys):
     taps = jnp.zeros(config.model.sublayers)
-    gradients, (streams, outputs, tokens) = jax.grad(objective, has_aux=True)(taps, params, batch)
+    gradient = jax.grad(objective, has_aux=True)
+    gradients, (streams, outputs, tokens) = gradient(taps, params, batch, keys)
     return DepthSums(streams, outputs, gradients, tokens)
 
-  def depth_step(params: PyTree, batch: Batch) -> DepthSums:
+  def depth_step(state: TrainState, batch: Batch) -> DepthSums:
     parts = config.train.accumulate
-    sums = sum_over_parts(lambda part: part_sums(params, part), batch, parts)
+    keys = dropout_keys(config, state.step) if config.model.dropout else None
+    sums = sum_over_parts(lambda part: part_sums(state.params, *part), (batch, keys), parts)
     means = jax.tree.map(lambda x: x / parts, (sums.streams, sums.outputs))
     return DepthSums(*means, sums.gradients, sums.tokens)
 
@@ -99,7 +105,7 @@ def make_depth_step(config: Config) -> Callable[[PyTree, Batch], DepthSums]:
 
 
 def compile_depth_step(
-  config: Config, mesh: Mesh, params: PyTree, batch: Batch
+  config: Config, mesh: Mesh, state: TrainState, batch: Batch
 ) -> jax.stages.Compiled:
   """Compiles `depth_step` ahead of time; its numbers are replicated, so every host has them."""
   step = jax.jit(
@@ -107,7 +113,7 @@ def compile_depth_step(
     out_shardings=NamedSharding(mesh, PartitionSpec()),
     compiler_options=compiler_options(),
   )
-  return step.lower(params, batch).compile()
+  return step.lower(state, batch).compile()
 
 
 def depth_values(sums: DepthSums, metrics: StepMetrics, params: PyTree) -> dict[str, Any]:

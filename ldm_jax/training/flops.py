@@ -112,13 +112,12 @@ def _ldm(mixer: MixerConfig, width, sublayers):
   memory, covariance = width * keys, groups * keys * keys
   read = width * latent + latent * groups * keys + memory
   read += gates if mixer.readout == "add" else 0
-  write = width * latent + latent * (1 if mixer.shared_key else groups) * keys + memory
-  if mixer.rule == "rls":
-    write += memory + 2 * covariance + (gates if mixer.importance else 0)
-  elif mixer.rule == "delta":
-    write += memory + gates
+  controls = width * latent + latent * (1 if mixer.shared_key else groups) * keys
+  controls += gates if mixer.rule == "delta" or (mixer.rule == "rls" and mixer.importance) else 0
+  record = {"rls": 2 * memory + 2 * covariance, "delta": 2 * memory, "outer": memory}[mixer.rule]
   reads = sublayers + 1 - mixer.write_every  # the head reads too
-  return reads * read + sublayers // mixer.write_every * write
+  writes = sublayers // mixer.write_every
+  return reads * read + writes * (controls + record) + mixer.write_embedding * record
 
 
 def _attnres(mixer: MixerConfig, width, sublayers):

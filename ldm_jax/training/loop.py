@@ -2,18 +2,19 @@
 
 import contextlib
 import dataclasses
+import functools
 import re
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ldm_jax import processes
 from ldm_jax.config import Config
 from ldm_jax.data import ByteTokenizer, Dataset, load_dataset
 from ldm_jax.errors import DivergedError, InputError
@@ -65,19 +66,21 @@ def train(config: Config, workdir: PathLike) -> int:
     config.validate()
     mesh = make_mesh(config.mesh)
     check_divisible(config, mesh)
-    run = _open_run(config, workdir, mesh)
+    own_part = processes.own_rows(mesh, config.data.batch_size)
+    run = _open_run(config, workdir, mesh, own_part)
     try:
       with jax.set_mesh(mesh):
         finished = _train_steps(run, stop)
     finally:
       run.close()
     if not finished:
-      print(
+      run.progress.say(
         f"stopped by {stop.signal.name} after step {int(run.state.step)}, state saved in "
         f"{workdir}; the same command resumes"
       )
       return STOPPED_EXIT_CODE
-    _show_sample(run)
+    if jax.process_count() == 1:  # sampling reads parameters that may lie on other machines
+      _show_sample(run)
   return 0
 
 
@@ -89,11 +92,13 @@ class _Run:
   mesh: Mesh
   dataset: Dataset
   checkpointer: Checkpointer
+  best: Checkpointer | None
   writer: MetricsWriter
   progress: Progress
   state: TrainState
   tokens: int
   workdir: Path
+  own_part: tuple[int, int]
   profile: ProfileWindow
 
   def save(self):
@@ -103,23 +108,36 @@ class _Run:
         f"step {int(self.state.step)} left parameters or moments that are not finite; not saved. "
         + _last_good(self)
       )
-    record = {"tokens": self.tokens, "data_fingerprint": self.dataset.fingerprint}
-    self.checkpointer.save(self.state, record)
+    self.checkpointer.save(self.state, self._record())
+
+  def save_if_best(self, loss):
+    """Saves in best/ if no evaluation had a lower loss; durable before the loss is on record."""
+    if self.best is None:
+      return
+    before = self.best.newest_record()
+    if before is None or loss < before["loss"]:
+      self.best.save(self.state, self._record() | {"loss": loss})
+      self.best.wait()
+
+  def _record(self):
+    return {"tokens": self.tokens, "data_fingerprint": self.dataset.fingerprint}
 
   def close(self):
     with contextlib.ExitStack() as stack:  # each is closed even if another fails
-      for part in (self.checkpointer, self.writer, self.progress):
-        stack.callback(part.close)
+      for part in (self.checkpointer, self.best, self.writer, self.progress):
+        if part is not None:
+          stack.callback(part.close)
       stack.callback(self.profile.end)
 
 
-def _open_run(config, workdir, mesh):
+def _open_run(config, workdir, mesh, own_part):
   """Everything up to the first compilation: workdir, data, fresh or restored state."""
   workdir = Path(workdir)
   resuming = (workdir / "checkpoints").is_dir() and any((workdir / "checkpoints").iterdir())
   notes = open_workdir(workdir, config, resuming)
   dataset = load_dataset(config)
   checkpointer = Checkpointer(workdir, config.train.keep)
+  best = Checkpointer(workdir, 1, "best") if config.train.keep_best else None
   restored = bool(checkpointer.steps())
   if not restored:
     state, record = init_state(config, mesh), {"tokens": 0}
@@ -150,7 +168,18 @@ def _open_run(config, workdir, mesh):
     progress.say(f"no profile: step {step} is beyond train.profile_start")
   writer = MetricsWriter(workdir, step)
   return _Run(
-    config, mesh, dataset, checkpointer, writer, progress, state, record["tokens"], workdir, profile
+    config,
+    mesh,
+    dataset,
+    checkpointer,
+    best,
+    writer,
+    progress,
+    state,
+    record["tokens"],
+    workdir,
+    own_part,
+    profile,
   )
 
 
@@ -187,37 +216,45 @@ def _work(config, mesh):
 def _train_steps(run: _Run, stop: StopRequest) -> bool:
   """Runs the remaining steps; returns whether all are done (False: stopped and saved)."""
   config, first = run.config.train, int(run.state.step)
-  eval_step = jax.jit(make_eval_step(run.config), compiler_options=compiler_options())
+  eval_step = jax.jit(
+    make_eval_step(run.config),
+    out_shardings=NamedSharding(run.mesh, PartitionSpec()),
+    compiler_options=compiler_options(),
+  )
   _evaluate_if_due(run, first, eval_step, stop)
   if first == config.steps:
     run.progress.say(f"nothing left to train: {run.workdir} is at step {first} of {config.steps}")
-    return run.writer.has(first, "eval")
+    return _has_evaluation(run, first)
+  stop.agree(first)
   if stop:
     run.save()
     return False
 
-  train_step = _compile(run, "train step", partial(compile_train_step, run.config, run.state))
+  train_step = _compile(
+    run, "train step", functools.partial(compile_train_step, run.config, run.state)
+  )
   depth_step = None
   if config.depth_metrics_every:
-    compile_for = partial(compile_depth_step, run.config, run.mesh, run.state.params)
+    compile_for = functools.partial(compile_depth_step, run.config, run.mesh, run.state)
     depth_step = _compile(run, "depth metrics", compile_for)
   throughput, pending = Throughput(), None
-  with run.dataset.train_batches(first, config.steps) as batches:
-    for step, batch in zip(range(first, config.steps), batches, strict=True):
-      inputs, depth, done = put_batch(run.mesh, batch), None, step + 1
-      if run.profile.begins_after(step):
+  with run.dataset.train_batches(first, config.steps, *run.own_part) as batches:
+    for done, rows in zip(range(first + 1, config.steps + 1), batches, strict=True):
+      batch, depth = put_batch(run.mesh, rows, *run.own_part), None
+      if run.profile.begins_after(done - 1):
         with _outside_training(run, throughput):
           run.profile.begin()
       if depth_step and done % config.depth_metrics_every == 0:
         with _outside_training(run, throughput):
-          depth = jax.device_get(depth_step(run.state.params, inputs))
-      run.state, metrics = train_step(run.state, inputs)
+          depth = jax.device_get(depth_step(run.state, batch))
+      run.state, metrics = train_step(run.state, batch)
       if pending:
         _report(run, throughput, *pending)
       pending = (done, metrics, batch, depth)
       if run.profile.ends_after(done):
         with _outside_training(run, throughput):
           run.profile.end()
+      stop.agree(done)
       evaluating = _due(done, config.eval_every, config.steps)
       if not (evaluating or stop or _due(done, config.checkpoint_every, config.steps)):
         continue
@@ -229,7 +266,7 @@ def _train_steps(run: _Run, stop: StopRequest) -> bool:
         break
       throughput.skip(time.perf_counter() - since)
       run.progress.skip(time.perf_counter() - since)
-  return run.writer.has(config.steps, "eval")
+  return _has_evaluation(run, config.steps)
 
 
 def _due(step, every, last):
@@ -239,7 +276,8 @@ def _due(step, every, last):
 def _compile(run: _Run, what: str, compile_for: Callable) -> jax.stages.Compiled:
   """Calls `compile_for(batch)` and says how long it took."""
   start = time.perf_counter()
-  compiled = compile_for(put_batch(run.mesh, run.dataset.train_batch(0)))
+  rows = run.dataset.train_batch(0, *run.own_part)
+  compiled = compile_for(put_batch(run.mesh, rows, *run.own_part))
   run.progress.say(f"compiled the {what} in {time.perf_counter() - start:.1f} s")
   run.progress.skip(time.perf_counter() - start)
   return compiled
@@ -273,7 +311,7 @@ def _report(run, throughput, step, metrics, batch, depth):
       "learning_rate": float(schedule(step - 1)),
       "tokens": run.tokens,
       "tokens_per_second": rate,
-      "batch_hash": batch_hash(batch.tokens),
+      "batch_hash": batch_hash(processes.gather(batch.tokens)),
     }
     if share is not None:
       values["mfu"] = share
@@ -326,7 +364,7 @@ def _last_good(run):
 def _evaluate_if_due(run, step, eval_step, stop):
   """Evaluates once per due step, also when an earlier process was stopped before it could."""
   config = run.config.train
-  if not _due(step, config.eval_every, config.steps) or run.writer.has(step, "eval"):
+  if not _due(step, config.eval_every, config.steps) or _has_evaluation(run, step):
     return
   batches = run.dataset.held_out_batches(config.eval_batches)
   tokenizer = run.dataset.tokenizer
@@ -339,12 +377,17 @@ def _evaluate_if_due(run, step, eval_step, stop):
   )
   if result is None:
     return
+  run.save_if_best(result["loss"])
   run.writer.write(step, "eval", result)
   bits = f", {result['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in result else ""
   run.progress.say(f"step {step}  held-out loss {result['loss']:.4f} nats per token{bits}")
 
 
-@jax.jit
+def _has_evaluation(run, step):
+  return processes.ask_first(run.writer.has(step, "eval"))
+
+
+@functools.partial(jax.jit, out_shardings=PartitionSpec())
 def _all_finite(tree: PyTree) -> Any:
   floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
   return jnp.stack([jnp.isfinite(leaf).all() for leaf in floats]).all()

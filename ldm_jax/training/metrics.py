@@ -14,6 +14,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 
+from ldm_jax import processes
 from ldm_jax.errors import InputError, TrainingError
 from ldm_jax.files import write_atomically
 from ldm_jax.typing import PathLike
@@ -25,9 +26,16 @@ class MetricsWriter:
   def __init__(self, workdir: PathLike, resumed_step: int):
     """Opens both, dropping lines of steps after `resumed_step`: those steps will run again.
 
+    Where several processes train together, only the first writes; what the others are given they
+    drop.
+
     Raises:
       InputError: if the folder or the file cannot be written.
     """
+    self._written = set()
+    self._writes = processes.is_first()
+    if not self._writes:
+      return
     path = Path(workdir) / "metrics.jsonl"
     try:
       kept = _keep_lines_up_to(path, resumed_step)
@@ -58,6 +66,8 @@ class MetricsWriter:
     Raises:
       TrainingError: if the disk does not take them.
     """
+    if not self._writes:
+      return
     try:
       self._file.write(json.dumps({"step": step, "split": split, **values}) + "\n")
       self._file.flush()
@@ -74,6 +84,8 @@ class MetricsWriter:
 
   def close(self) -> None:
     """Closes both; what `write` was given is already on its way to disk."""
+    if not self._writes:
+      return
     for closing in (self._file.close, self._events.close):
       with contextlib.suppress(OSError):
         closing()
@@ -138,14 +150,18 @@ class Throughput:
 
 
 class Progress:
-  """Step, loss, tokens/s and time left: a live line on a terminal, plain lines elsewhere."""
+  """Step, loss, tokens/s and time left: a live line on a terminal, plain lines elsewhere.
+
+  Only the first of several processes prints.
+  """
 
   def __init__(self, steps: int, done: int):
     """Starts at `done` of `steps`."""
     self._steps, self._done, self._start = steps, done, time.perf_counter()
     self._first, self._skipped = done, 0.0
     self._bar = None
-    if sys.stdout.isatty():
+    self._prints = processes.is_first()
+    if self._prints and sys.stdout.isatty():
       self._bar = tqdm.tqdm(
         total=steps,
         initial=done,
@@ -164,6 +180,8 @@ class Progress:
       if self._bar is not None:
         self._bar.update(done - self._bar.n)
       return
+    if not self._prints:
+      return
     share = "" if mfu is None else f"MFU {mfu:.1%}  "
     text = f"loss {loss:.4f}  {rate:,.0f} tokens/s  {share}{self._time_left()} left"
     if self._bar is None:
@@ -174,6 +192,8 @@ class Progress:
 
   def say(self, text: str) -> None:
     """Prints a line without breaking the bar."""
+    if not self._prints:
+      return
     if self._bar is None:
       print(text, flush=True)
     else:

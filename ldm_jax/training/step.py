@@ -8,8 +8,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Key
 
 from ldm_jax.config import Config
 from ldm_jax.data.packing import Batch
@@ -17,6 +17,8 @@ from ldm_jax.model import TransformerLM
 from ldm_jax.sharding import constrain, parameter_shardings, partition_spec
 from ldm_jax.training.optimizer import make_optimizer
 from ldm_jax.typing import MaskBT, PyTree, TokensBT
+
+_DROPOUT = 1  # tells the keys of dropout from the key of the initial weights
 
 
 @flax.struct.dataclass
@@ -128,17 +130,18 @@ def make_train_step(
   model, optimizer = make_model(config), make_optimizer(config.optimizer, config.train.steps)
   parts, z_loss = config.train.accumulate, config.optimizer.z_loss
 
-  def objective(params, batch):
-    sums = _forward(model, params, batch)
+  def objective(params, part):
+    sums = _forward(model, params, *part)
     return sums.cross_entropy + z_loss * sums.squared_log_partition, sums
 
   gradient = jax.grad(objective, has_aux=True)
 
-  def accumulate(params, batch):
-    return sum_over_parts(lambda part: gradient(params, part), batch, parts)
+  def accumulate(params, batch, dropout_keys):
+    return sum_over_parts(lambda part: gradient(params, part), (batch, dropout_keys), parts)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-    gradient_sums, sums = accumulate(state.params, batch)
+    keys = dropout_keys(config, state.step) if config.model.dropout else None
+    gradient_sums, sums = accumulate(state.params, batch, keys)
     tokens = jnp.maximum(sums.tokens, 1).astype(jnp.float32)
     grads = jax.tree.map(lambda g: g / tokens, gradient_sums)
     updates, optimizer_state = optimizer.update(grads, state.optimizer_state, state.params)
@@ -157,18 +160,47 @@ def make_train_step(
   return train_step
 
 
-def put_batch(mesh: Mesh, batch: Batch) -> Batch:
-  """Moves a batch [B, T] to the devices, split by `RULES`."""
-  return jax.device_put(batch, NamedSharding(mesh, partition_spec(("batch", "sequence"))))
+def dropout_keys(config: Config, step: jax.Array) -> Key[Array, " B"]:
+  """The random key of each row of the global batch of a step, from (train.seed, step, row).
+
+  Nothing random is carried from step to step, so there is nothing that a resume could lose.
+  """
+  seeded = jax.random.fold_in(jax.random.key(config.train.seed), _DROPOUT)
+  rows = jnp.arange(config.data.batch_size)
+  return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(seeded, step), rows)
+
+
+def put_batch(mesh: Mesh, batch: Batch, part: int = 0, parts: int = 1) -> Batch:
+  """Moves a batch to the devices, split by `RULES`.
+
+  Args:
+    mesh: the devices.
+    batch: rows [B / parts, T], of which there must be all that this process's devices hold.
+    part: which of `parts` equal, contiguous parts of the batch [B, T] the rows are; see
+      `processes.own_rows`.
+    parts: parts.
+  """
+  sharding = NamedSharding(mesh, partition_spec(("batch", "sequence")))
+
+  def put(local):
+    def shard(index):
+      rows = range(*index[0].indices(shape[0]))
+      return local[rows.start - first : rows.stop - first, index[1]]
+
+    shape, first = (len(local) * parts, *local.shape[1:]), len(local) * part
+    return jax.make_array_from_callback(shape, sharding, shard)
+
+  return jax.tree.map(put, batch)
 
 
 def compile_train_step(config: Config, state: TrainState, batch: Batch) -> jax.stages.Compiled:
   """Compiles the step ahead of time: one program, the state donated, shapes and shardings fixed."""
   shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+  everywhere = NamedSharding(jax.tree.leaves(shardings)[0].mesh, PartitionSpec())
   step = jax.jit(
     make_train_step(config),
     donate_argnums=0,
-    out_shardings=(shardings, None),
+    out_shardings=(shardings, everywhere),
     compiler_options=compiler_options(),
   )
   return step.lower(state, batch).compile()
@@ -179,7 +211,7 @@ def make_eval_step(config: Config) -> Callable[[PyTree, Batch], LossSums]:
   model, parts = make_model(config), config.train.accumulate
 
   def eval_step(params: PyTree, batch: Batch) -> LossSums:
-    return sum_over_parts(lambda part: _forward(model, params, part), batch, parts)
+    return sum_over_parts(lambda part: _forward(model, params, part, None), batch, parts)
 
   return eval_step
 
@@ -199,7 +231,9 @@ def sum_over_parts(function, batch, parts):
   return jax.lax.scan(add, zero, split)[0]
 
 
-def _forward(model, params, batch):
+def _forward(model, params, batch, dropout_keys):
   batch = jax.tree.map(lambda x: constrain(x, "batch", "sequence"), batch)
-  logits = model.apply({"params": params}, batch.tokens, batch.positions, batch.segment_ids)
+  logits = model.apply(
+    {"params": params}, batch.tokens, batch.positions, batch.segment_ids, dropout_keys
+  )
   return loss_sums(logits, batch.targets, batch.loss_mask)

@@ -1,10 +1,13 @@
 """The workdir of a run: its saved config, and what may change between a stop and a resume."""
 
 from pathlib import Path
+from typing import Any
 
+from ldm_jax import processes
 from ldm_jax.config import Config, flatten, from_json, to_json
 from ldm_jax.errors import InputError
 from ldm_jax.files import write_atomically
+from ldm_jax.mixers import settings_of
 from ldm_jax.typing import PathLike
 
 # Settings that change neither the model, nor the data, nor what a step computes.
@@ -20,6 +23,7 @@ _FREE = {
   "train.profile_start",
   "train.profile_steps",
   "train.keep",
+  "train.keep_best",
   "train.accumulate",
   "train.remat",
   "train.sample_tokens",
@@ -30,6 +34,17 @@ _FREE = {
 }
 # train.steps may change too, to train longer, but the learning rate then follows another cosine.
 _ANNOUNCED = {"train.steps"}
+_MIXER = "model.mixer."
+
+
+def settings_in_use(config: Config) -> dict[str, Any]:
+  """Every setting by its dotted name, without those of other mixers than the run's."""
+  mixer = {"kind", *settings_of(config.model.mixer.kind)}
+  return {
+    key: value
+    for key, value in flatten(config).items()
+    if not key.startswith(_MIXER) or key.removeprefix(_MIXER) in mixer
+  }
 
 
 def open_workdir(workdir: PathLike, config: Config, resuming: bool) -> list[str]:
@@ -54,12 +69,14 @@ def open_workdir(workdir: PathLike, config: Config, resuming: bool) -> list[str]
 
 
 def save_config(workdir: PathLike, config: Config) -> None:
-  """Writes `config.json`, once everything else about the run is known to fit.
+  """Writes `config.json`, once everything else about the run is known to fit (first process only).
 
   Raises:
     InputError: if the folder cannot be written.
   """
   path = Path(workdir) / "config.json"
+  if not processes.is_first():
+    return
   try:
     write_atomically(path, to_json(config))
   except OSError as error:
@@ -71,7 +88,7 @@ def _check_same_run(path, config):
     saved = flatten(from_json(path.read_text("utf-8")))
   except (InputError, OSError, UnicodeDecodeError) as error:
     raise InputError(f"{path}: {error}; restore the file or choose another --workdir") from error
-  wanted = flatten(config)
+  wanted = settings_in_use(config)
   changed = {key for key in wanted if wanted[key] != saved[key]}
   refused = sorted(changed - _FREE - _ANNOUNCED)
   if refused:

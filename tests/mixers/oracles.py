@@ -68,6 +68,11 @@ class DepthMemory(Oracle):
     self.x = x
     self.pending = 0
     self.writes = []  # (k [..., G, K], v [..., G, V], strength [..., G], λ [G]) in order
+    if self.config.write_embedding:
+      groups, key_dim = self.config.groups, self.config.key_dim
+      v = x.reshape(*x.shape[:-1], groups, -1)
+      k = np.full((*v.shape[:-1], key_dim), 1 / np.sqrt(key_dim))
+      self.writes.append((k, v, np.ones(v.shape[:-1]), np.ones(groups)))
 
   def read(self, l):
     if l < self.config.write_every:

@@ -24,6 +24,10 @@ MAIN = {"rls": LDM, "attnres_block_3": ATTNRES, "hc_dynamic": HC, "mhc": MHC}
 OTHERS = {
   "preln": MixerConfig(kind="preln"),
   **ablations(LDM),
+  **{
+    f"embedding_{rule}": dataclasses.replace(LDM, rule=rule, write_embedding=True)
+    for rule in ("rls", "delta", "outer")
+  },
   "attnres_full": dataclasses.replace(ATTNRES, block_size=1),
   "attnres_block_2": dataclasses.replace(ATTNRES, block_size=2),
   "hc_static": dataclasses.replace(HC, dynamic=False),

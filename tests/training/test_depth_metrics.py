@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ldm_jax.data.packing import Batch
-from ldm_jax.layers import Attention, Embedder, SwiGLU, rms_norm
+from ldm_jax.layers import Attention, Embedder, SwiGLU, dropout, rms_norm
 from ldm_jax.mixers import make_mixer
 from ldm_jax.sharding import make_mesh
 from ldm_jax.training.depth_metrics import (
@@ -16,7 +16,7 @@ from ldm_jax.training.depth_metrics import (
   make_depth_step,
 )
 from ldm_jax.training.metrics import _scalars
-from ldm_jax.training.step import StepMetrics, abstract_state, loss_sums
+from ldm_jax.training.step import StepMetrics, TrainState, abstract_state, dropout_keys, loss_sums
 from tests.rig import MECHANISMS, with_kind, with_model
 
 
@@ -35,20 +35,16 @@ def random_batch(config):
   return jax.tree.map(jnp.asarray, Batch(tokens, targets, positions, segments, mask))
 
 
-def abstract_params(config, mesh):
-  return abstract_state(config, mesh).params
-
-
 def random_params(config, mesh):
   """Nothing is zero, so that every gate is open and every query says something."""
   rng = np.random.default_rng(1)
   return jax.tree.map(
     lambda leaf: jnp.asarray(rng.normal(0.0, 0.3, leaf.shape), leaf.dtype),
-    abstract_params(config, mesh),
+    abstract_state(config, mesh).params,
   )
 
 
-def explicit_loop(config, params, batch, perturbations):
+def explicit_loop(config, params, batch, perturbations, step):
   """Mean loss with something added to each v, and every sublayer's streams and output."""
   model, dtype, seen = config.model, jnp.float32, []
   embedder = Embedder(model.vocab_size, model.padded_vocab_size, model.width, False, dtype)
@@ -57,10 +53,15 @@ def explicit_loop(config, params, batch, perturbations):
     (SwiGLU(model.mlp_width, dtype), "mlp"),
   ]
 
+  keys = dropout_keys(config, jnp.int32(step))
+
+  def dropped(x, place):
+    return dropout(x, model.dropout, keys, place)
+
   def apply(module, name, *args, of=params, **kwargs):
     return module.apply({"params": of.get(name, {})}, *args, **kwargs)
 
-  x = apply(embedder, "embedder", batch.tokens, method="encode")
+  x = dropped(apply(embedder, "embedder", batch.tokens, method="encode"), 0)
   block = params["block_0"]
   last = make_mixer(model.mixer, 2, 2, dtype, None)
   streams = last.apply({}, x, method="init_streams")
@@ -69,7 +70,7 @@ def explicit_loop(config, params, batch, perturbations):
     rest = (batch.positions, batch.segment_ids) if part == "attention" else ()
     read = apply(mixer, f"{part}_mixer", streams, of=block, method="read")
     h = apply(rms_norm(dtype, "norm"), f"{part}_norm", read, of=block)
-    v = apply(module, part, h, *rest, of=block) + perturbations[index]
+    v = dropped(apply(module, part, h, *rest, of=block), index + 1) + perturbations[index]
     seen.append((streams, v))
     streams = apply(mixer, f"{part}_mixer", streams, v, of=block, method="write")
   y = apply(last, "output_mixer", streams, method="read")
@@ -90,19 +91,20 @@ def streams_by_name(name, streams):
 
 
 @pytest.mark.parametrize(
-  ("name", "remat", "accumulate"), [("rls", "full", 1), ("attnres", "none", 2)]
+  ("name", "remat", "accumulate", "rate"), [("rls", "full", 1, 0.0), ("attnres", "none", 2, 0.2)]
 )
-def test_the_numbers_are_those_of_an_explicit_loop(name, remat, accumulate):
-  config = small_config(name, remat=remat, accumulate=accumulate)
+def test_the_numbers_are_those_of_an_explicit_loop(name, remat, accumulate, rate):
+  config = with_model(small_config(name, remat=remat, accumulate=accumulate), dropout=rate)
   mesh, batch = make_mesh(config.mesh, jax.devices()[:1]), random_batch(config)
   with jax.set_mesh(mesh):
     params = random_params(config, mesh)
-    sums = compile_depth_step(config, mesh, params, batch)(params, batch)
+    state = TrainState(jnp.int32(7), params, None)
+    sums = compile_depth_step(config, mesh, state, batch)(state, batch)
   fake = StepMetrics(0.0, 0.0, 0, np.ones(len(jax.tree.leaves(params))), None)
   values = depth_values(jax.device_get(sums), fake, params)
 
   zeros = jnp.zeros((2, *batch.tokens.shape, config.model.width))
-  loss = lambda zeros: explicit_loop(config, params, batch, zeros)
+  loss = lambda zeros: explicit_loop(config, params, batch, zeros, step=7)
   gradients, seen = jax.jit(jax.grad(loss, has_aux=True))(zeros)
   norms = [float(np.linalg.norm(gradient)) for gradient in gradients]
   np.testing.assert_allclose(values["output_gradient_norm"], norms, rtol=1e-5)
@@ -121,9 +123,7 @@ def test_the_numbers_are_those_of_an_explicit_loop(name, remat, accumulate):
 def test_every_mixer_names_its_streams_also_when_rematerialised(name):
   config = small_config(name, remat="full")
   mesh = make_mesh(config.mesh, jax.devices()[:1])
-  sums = jax.eval_shape(
-    make_depth_step(config), abstract_params(config, mesh), random_batch(config)
-  )
+  sums = jax.eval_shape(make_depth_step(config), abstract_state(config, mesh), random_batch(config))
   assert sums.outputs.shape == sums.gradients.shape == (2,)
   expected = {
     "preln": {"x"},

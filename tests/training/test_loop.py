@@ -16,33 +16,37 @@ import numpy as np
 import pytest
 
 from ldm_jax.config import MeshConfig, OptimizerConfig, to_json
+from ldm_jax.data import load_dataset
+from ldm_jax.environment import compilation_cache
 from ldm_jax.errors import InputError, TrainingError
 from ldm_jax.sharding import make_mesh
 from ldm_jax.training import loop
 from ldm_jax.training.checkpoint import Checkpointer
 from ldm_jax.training.flops import model_flops_per_token
 from ldm_jax.training.metrics import MetricsWriter
-from ldm_jax.training.step import StepMetrics, abstract_state, init_state
-from tests.rig import ROOT, signal_at, tiny_config
+from ldm_jax.training.step import (
+  StepMetrics,
+  abstract_state,
+  compile_train_step,
+  init_state,
+  put_batch,
+)
+from tests.rig import ROOT, final_state, signal_at, tiny_config, trace, with_model
 
 
-def final_state(config, workdir):
-  mesh = make_mesh(config.mesh)
-  checkpointer = Checkpointer(workdir, 1)
-  state, record = checkpointer.restore_newest(abstract_state(config, mesh))
-  checkpointer.close()
-  return jax.device_get(state), record
-
-
-def trace(workdir):
-  lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-  return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines]
+@pytest.fixture(scope="module", autouse=True)
+def _compile_once(tmp_path_factory):
+  """Every start of a run compiles the same programs."""
+  with compilation_cache(tmp_path_factory.mktemp("cache")):
+    yield
 
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-  """An undisturbed run of 6 steps."""
-  config, workdir = tiny_config(), tmp_path_factory.mktemp("straight")
+  """An undisturbed run of 6 steps, with dropout and accumulation."""
+  config = with_model(tiny_config(accumulate=2), dropout=0.1)
+  config = dataclasses.replace(config, mesh=MeshConfig(data=4, sequence=2))
+  workdir = tmp_path_factory.mktemp("straight")
   assert loop.train(config, workdir) == 0
   return config, workdir
 
@@ -135,6 +139,39 @@ def test_a_stop_during_evaluation_saves_and_the_evaluation_is_made_up_for(
   monkeypatch.setattr(loop, "evaluate", evaluate)
   assert loop.train(config, tmp_path) == 0
   assert trace(tmp_path) == trace(reference)
+
+
+def test_the_best_evaluation_is_kept_apart_if_asked_for(straight, tmp_path, monkeypatch):
+  config, reference = straight
+  config = dataclasses.replace(
+    config, train=dataclasses.replace(config.train, keep_best=True, eval_every=1, keep=1)
+  )
+  losses = iter([3.0, 2.0, 2.5, 2.0, 1.5, 4.0])
+  evaluate = loop.evaluate
+
+  def of_these_losses(*args):
+    result = evaluate(*args)
+    return result and {**result, "loss": next(losses)}
+
+  monkeypatch.setattr(loop, "evaluate", of_these_losses)
+  signal_at(monkeypatch, 3, signal.SIGTERM)
+  best = []
+  for code in (75, 0):
+    assert loop.train(config, tmp_path) == code
+    (folder,) = (tmp_path / "best").iterdir()
+    best.append(folder.name)
+  assert best == ["2", "5"]
+  kept = Checkpointer(tmp_path, 1, "best")
+  assert kept.newest_record() == {
+    "tokens": 5 * 256,
+    "data_fingerprint": final_state(config, reference)[1]["data_fingerprint"],
+    "loss": 1.5,
+  }
+  kept.close()
+  assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["6"]
+  chex.assert_trees_all_equal(
+    final_state(config, tmp_path)[0].params, final_state(config, reference)[0].params
+  )
 
 
 def test_lines_of_steps_that_run_again_are_replaced(straight, tmp_path):
@@ -282,7 +319,36 @@ def test_saved_on_one_mesh_resumes_on_another(straight, tmp_path):
   assert loop.train(other, tmp_path / "run") == 0
   for line, expected in zip(trace(tmp_path / "run"), trace(reference), strict=True):
     assert line["step"] == expected["step"]
-    np.testing.assert_allclose(line["loss"], expected["loss"], rtol=1e-5)
+    np.testing.assert_allclose(line["loss"], expected["loss"], rtol=1e-6)
+  (state, record), (straight_state, straight_record) = (
+    final_state(config, tmp_path / "run"),
+    final_state(config, reference),
+  )
+  assert record == straight_record
+  differences = [
+    np.abs(one - other).max()
+    for one, other in zip(
+      jax.tree.leaves(state.params), jax.tree.leaves(straight_state.params), strict=True
+    )
+  ]
+  assert max(differences) < 1e-6
+
+
+def test_a_restored_state_is_donated_as_a_fresh_one(straight, tmp_path):
+  config, reference = straight
+  shutil.copytree(reference, tmp_path / "run")
+  mesh = make_mesh(config.mesh)
+  checkpointer = Checkpointer(tmp_path / "run", 1)
+  rows = load_dataset(config).train_batch(0)
+  with jax.set_mesh(mesh):
+    fresh = init_state(config, mesh)
+    restored, _ = checkpointer.restore_newest(abstract_state(config, mesh))
+    assert jax.tree.map(lambda x: x.format, restored) == jax.tree.map(lambda x: x.format, fresh)
+    step = compile_train_step(config, fresh, put_batch(mesh, rows))
+    for state in (fresh, restored):
+      step(state, put_batch(mesh, rows))
+      assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+  checkpointer.close()
 
 
 def test_the_command_survives_a_real_interrupt(tmp_path):

@@ -61,7 +61,7 @@ def test_a_run_that_ends_inside_the_window_writes_its_trace(calls, tmp_path):
   window = ProfileWindow(tmp_path, 0, 2)
   window.begin()
   fine, broken = SimpleNamespace(close=lambda: None), SimpleNamespace(close=fail)
-  run = SimpleNamespace(checkpointer=broken, writer=fine, progress=fine, profile=window)
+  run = SimpleNamespace(checkpointer=broken, best=None, writer=fine, progress=fine, profile=window)
   with pytest.raises(OSError, match="disk"):
     loop._Run.close(run)
   assert calls == [str(tmp_path), "stop"]

@@ -12,10 +12,12 @@ import pytest
 
 from ldm_jax.config import MeshConfig, OptimizerConfig
 from ldm_jax.data.packing import Batch, empty_rows
+from ldm_jax.layers import dropout
 from ldm_jax.sharding import make_mesh
 from ldm_jax.training.optimizer import decay_mask, learning_rate_schedule
 from ldm_jax.training.step import (
   abstract_state,
+  dropout_keys,
   init_state,
   loss_sums,
   make_eval_step,
@@ -99,6 +101,30 @@ def test_accumulated_parts_weigh_their_real_tokens(kind, z_loss):
     chex.assert_trees_all_close(
       split[0].optimizer_state, whole[0].optimizer_state, rtol=1e-3, atol=1e-7
     )
+
+
+def test_dropout_is_new_in_every_step_and_the_same_however_the_work_is_divided():
+  batch, config = random_batch(), with_model(tiny_config("preln"), dropout=0.3)
+  whole = run_step(config, batch)
+  plain = run_step(tiny_config("preln"), batch)
+  assert abs(whole[1].loss - plain[1].loss) > 1e-4
+  in_parts = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulate=4))
+  eight = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+  for other in (run_step(in_parts, batch), run_step(config, batch, eight)):
+    chex.assert_trees_all_close(other[1], whole[1], rtol=1e-4, atol=1e-6)
+  keys = [jax.random.key_data(dropout_keys(config, jnp.int32(step))) for step in (0, 1)]
+  assert len(np.unique(np.concatenate(keys), axis=0)) == 16
+
+
+def test_dropout_zeroes_its_fraction_and_keeps_the_mean():
+  keys = jax.random.split(jax.random.key(0), 4)
+  x = jnp.ones((4, 50, 100))
+  dropped = dropout(x, 0.25, keys, 3)
+  np.testing.assert_allclose(jnp.mean(dropped == 0), 0.25, atol=0.01)
+  np.testing.assert_allclose(dropped[dropped != 0], 1 / 0.75, rtol=1e-6)
+  assert (dropped != dropout(x, 0.25, keys, 4)).any()
+  np.testing.assert_array_equal(dropped[1:2], dropout(x[1:2], 0.25, keys[1:2], 3))
+  assert dropout(x, 0.25, None, 3) is x
 
 
 def test_z_loss_and_clipping_change_the_step_but_not_the_reported_loss():
