@@ -169,6 +169,13 @@ class TrainConfig:
   """Steps between evaluations; one more follows the last step."""
   eval_batches: int = 16
   """Batches of held-out rows in an evaluation; 0 for all of them."""
+  depth_metrics_every: int = 0
+  """Steps between depth lines of metrics.jsonl: sizes of streams, outputs and gradients at every
+  sublayer; 0 for none. Each takes about as long as a step."""
+  profile_start: int = 0
+  """Steps before the profiler starts."""
+  profile_steps: int = 0
+  """Steps that the profiler traces into WORKDIR/profile; 0 for none."""
   checkpoint_every: int = 250
   """Steps between checkpoints; one more follows the last step."""
   keep: int = 3

@@ -24,7 +24,8 @@ _RANGES = (
     lambda x: x >= 0,
     "at least 0",
     "optimizer.warmup_steps optimizer.weight_decay optimizer.z_loss train.eval_batches "
-    "train.sample_tokens data.workers",
+    "train.sample_tokens train.depth_metrics_every train.profile_start train.profile_steps "
+    "data.workers",
   ),
   (lambda x: 0 <= x < 2**31, "at least 0 and below 2147483648", "data.seed train.seed"),
   (
@@ -164,6 +165,17 @@ def check_combinations(values: Mapping[str, Any]) -> None:
         f"{values['data.source']}; set data.source or leave {key} out"
       )
   divides("train.accumulate", "data.batch_size")
+  start, count = values["train.profile_start"], values["train.profile_steps"]
+  if start and not count:
+    raise InputError(
+      f"train.profile_start = {start} traces nothing without train.profile_steps, the number of "
+      "steps to trace"
+    )
+  if count and start + count > values["train.steps"]:
+    raise InputError(
+      f"train.profile_start = {start} and train.profile_steps = {count} end beyond train.steps = "
+      f"{values['train.steps']}; lower one of them"
+    )
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,17 @@ from ldm_jax.model import mixer_parameter_count, parameter_count
 from ldm_jax.sampling import sample
 from ldm_jax.sharding import check_divisible, make_mesh
 from ldm_jax.training.checkpoint import Checkpointer
+from ldm_jax.training.depth_metrics import compile_depth_step, depth_values
 from ldm_jax.training.evaluation import evaluate
+from ldm_jax.training.flops import (
+  mesh_peak_flops,
+  mfu,
+  mixer_flops_per_token,
+  model_flops_per_token,
+)
 from ldm_jax.training.metrics import MetricsWriter, Progress, Throughput, batch_hash
 from ldm_jax.training.optimizer import learning_rate_schedule
+from ldm_jax.training.profile import ProfileWindow
 from ldm_jax.training.signals import STOPPED_EXIT_CODE, StopRequest
 from ldm_jax.training.step import (
   TrainState,
@@ -90,6 +99,7 @@ class _Run:
   tokens: int
   workdir: Path
   own_part: tuple[int, int]
+  profile: ProfileWindow
 
   def save(self):
     """Starts a checkpoint of the current state, which must be finite."""
@@ -117,6 +127,7 @@ class _Run:
       for part in (self.checkpointer, self.best, self.writer, self.progress):
         if part is not None:
           stack.callback(part.close)
+      stack.callback(self.profile.end)
 
 
 def _open_run(config, workdir, mesh, own_part):
@@ -150,10 +161,25 @@ def _open_run(config, workdir, mesh, own_part):
     progress.say(line)
   if restored:
     progress.say(f"resuming {workdir} after step {step}")
+  profile = ProfileWindow(
+    workdir / "profile", config.train.profile_start, config.train.profile_steps
+  )
+  if profile.missed(step):
+    progress.say(f"no profile: step {step} is beyond train.profile_start")
   writer = MetricsWriter(workdir, step)
-  tokens = record["tokens"]
   return _Run(
-    config, mesh, dataset, checkpointer, best, writer, progress, state, tokens, workdir, own_part
+    config,
+    mesh,
+    dataset,
+    checkpointer,
+    best,
+    writer,
+    progress,
+    state,
+    record["tokens"],
+    workdir,
+    own_part,
+    profile,
   )
 
 
@@ -174,6 +200,17 @@ def _summary(config, mesh, dataset, state):
   yield f"devices: {mesh.size} x {mesh.devices.flat[0].device_kind}" + (
     f" ({shape})" if shape else ""
   )
+  yield _work(config, mesh)
+
+
+def _work(config, mesh):
+  """FLOPs of a token, and whether the run can say what share of the hardware's peak they are."""
+  flops = model_flops_per_token(config.model, config.data.sequence_length)
+  extra = mixer_flops_per_token(config.model)
+  mixers = f", mixers {extra / 1e6:,.2f} more ({extra / flops:.2%})" if extra else ""
+  peak, kind = mesh_peak_flops(mesh), mesh.devices.flat[0].device_kind
+  share = f"n/a (no peak known for {kind})" if peak is None else f"of {peak / 1e12:,.4g} TFLOP/s"
+  return f"work: {flops / 1e6:,.2f} MFLOP to train a token{mixers}; MFU {share}"
 
 
 def _train_steps(run: _Run, stop: StopRequest) -> bool:
@@ -193,15 +230,30 @@ def _train_steps(run: _Run, stop: StopRequest) -> bool:
     run.save()
     return False
 
-  train_step = _compile(run)
+  train_step = _compile(
+    run, "train step", functools.partial(compile_train_step, run.config, run.state)
+  )
+  depth_step = None
+  if config.depth_metrics_every:
+    compile_for = functools.partial(compile_depth_step, run.config, run.mesh, run.state)
+    depth_step = _compile(run, "depth metrics", compile_for)
   throughput, pending = Throughput(), None
   with run.dataset.train_batches(first, config.steps, *run.own_part) as batches:
     for done, rows in zip(range(first + 1, config.steps + 1), batches, strict=True):
-      batch = put_batch(run.mesh, rows, *run.own_part)
+      batch, depth = put_batch(run.mesh, rows, *run.own_part), None
+      if run.profile.begins_after(done - 1):
+        with _outside_training(run, throughput):
+          run.profile.begin()
+      if depth_step and done % config.depth_metrics_every == 0:
+        with _outside_training(run, throughput):
+          depth = jax.device_get(depth_step(run.state, batch))
       run.state, metrics = train_step(run.state, batch)
       if pending:
         _report(run, throughput, *pending)
-      pending = (done, metrics, batch)
+      pending = (done, metrics, batch, depth)
+      if run.profile.ends_after(done):
+        with _outside_training(run, throughput):
+          run.profile.end()
       stop.agree(done)
       evaluating = _due(done, config.eval_every, config.steps)
       if not (evaluating or stop or _due(done, config.checkpoint_every, config.steps)):
@@ -221,25 +273,37 @@ def _due(step, every, last):
   return step > 0 and (step % every == 0 or step == last)
 
 
-def _compile(run: _Run) -> jax.stages.Compiled:
+def _compile(run: _Run, what: str, compile_for: Callable) -> jax.stages.Compiled:
+  """Calls `compile_for(batch)` and says how long it took."""
   start = time.perf_counter()
   rows = run.dataset.train_batch(0, *run.own_part)
-  batch = put_batch(run.mesh, rows, *run.own_part)
-  compiled = compile_train_step(run.config, run.state, batch)
-  run.progress.say(f"compiled the train step in {time.perf_counter() - start:.1f} s")
+  compiled = compile_for(put_batch(run.mesh, rows, *run.own_part))
+  run.progress.say(f"compiled the {what} in {time.perf_counter() - start:.1f} s")
   run.progress.skip(time.perf_counter() - start)
   return compiled
 
 
-def _report(run, throughput, step, metrics, batch):
+@contextlib.contextmanager
+def _outside_training(run, throughput):
+  """Waits for the steps so far; the time that the block then takes is not counted as training."""
+  jax.block_until_ready(run.state)
+  since = time.perf_counter()
+  yield
+  throughput.skip(time.perf_counter() - since)
+  run.progress.skip(time.perf_counter() - since)
+
+
+def _report(run, throughput, step, metrics, batch, depth):
   """Takes a finished step's numbers off the device; stops the run if they are not finite."""
   metrics = jax.device_get(metrics)
   _check_finite(run, step, metrics)
   run.tokens += int(metrics.tokens)
   throughput.add(int(metrics.tokens))
-  rate = None
+  rate = share = None
   if _due(step, run.config.train.log_every, run.config.train.steps):
     rate = throughput.take()
+    flops = model_flops_per_token(run.config.model, run.config.data.sequence_length)
+    share = mfu(rate, flops, mesh_peak_flops(run.mesh))
     schedule = learning_rate_schedule(run.config.optimizer, run.config.train.steps)
     values = {
       "loss": float(metrics.loss),
@@ -249,8 +313,12 @@ def _report(run, throughput, step, metrics, batch):
       "tokens_per_second": rate,
       "batch_hash": batch_hash(processes.gather(batch.tokens)),
     }
+    if share is not None:
+      values["mfu"] = share
     run.writer.write(step, "train", values)
-  run.progress.step(step, float(metrics.loss), rate)
+  if depth is not None:
+    run.writer.write(step, "depth", depth_values(depth, metrics, run.state.params))
+  run.progress.step(step, float(metrics.loss), rate, share)
 
 
 def _check_finite(run, step, metrics):

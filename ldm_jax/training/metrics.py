@@ -54,12 +54,14 @@ class MetricsWriter:
     return (step, split) in self._written
 
   def write(self, step: int, split: str, values: dict[str, Any]) -> None:
-    """One line of JSON, and one scalar for each number.
+    """One line of JSON, and one TensorBoard scalar for each number.
 
     Args:
       step: finished optimizer steps.
-      split: "train" or "eval".
-      values: names to numbers (or strings, which go to the JSON only).
+      split: "train", "eval" or "depth".
+      values: names to numbers, or to lists and dictionaries of them, whose scalars are tagged
+        split/name/key with list indices of equal length (00, 01, …); strings and None go to the
+        JSON only.
 
     Raises:
       TrainingError: if the disk does not take them.
@@ -69,10 +71,9 @@ class MetricsWriter:
     try:
       self._file.write(json.dumps({"step": step, "split": split, **values}) + "\n")
       self._file.flush()
-      for name, value in values.items():
-        if not isinstance(value, str):
-          summary = scalar(f"{split}/{name}", value)
-          self._events.write_event(Event(step=step, wall_time=time.time(), summary=summary))
+      for tag, number in _scalars(split, values):
+        event = Event(step=step, wall_time=time.time(), summary=scalar(tag, number))
+        self._events.write_event(event)
       self._events.flush()
     except OSError as error:
       raise TrainingError(
@@ -106,6 +107,18 @@ def _parse(line):
   except json.JSONDecodeError:
     return None
   return values if isinstance(values, dict) and {"step", "split"} <= values.keys() else None
+
+
+def _scalars(tag, value):
+  """Tag and number of every number in nested values."""
+  if isinstance(value, list):
+    digits = len(str(len(value) - 1))
+    value = {f"{index:0{digits}}": item for index, item in enumerate(value)}
+  if isinstance(value, dict):
+    for name, item in value.items():
+      yield from _scalars(f"{tag}/{name}", item)
+  elif value is not None and not isinstance(value, str):
+    yield tag, value
 
 
 def batch_hash(tokens: np.ndarray) -> str:
@@ -157,16 +170,20 @@ class Progress:
         bar_format="step {n_fmt}/{total_fmt} |{bar}|{postfix}",
       )
 
-  def step(self, done: int, loss: float, rate: float | None) -> None:
-    """Reports a finished step; `rate` (tokens/s) is None except at a logged step."""
+  def step(self, done: int, loss: float, rate: float | None, mfu: float | None = None) -> None:
+    """Reports a finished step; `rate` (tokens/s) is None except at a logged step.
+
+    `mfu` is a fraction, or None where it is not known; nothing is said about it then.
+    """
     self._done = done
     if rate is None:
       if self._bar is not None:
         self._bar.update(done - self._bar.n)
       return
-    text = f"loss {loss:.4f}  {rate:,.0f} tokens/s  {self._time_left()} left"
     if not self._prints:
       return
+    share = "" if mfu is None else f"MFU {mfu:.1%}  "
+    text = f"loss {loss:.4f}  {rate:,.0f} tokens/s  {share}{self._time_left()} left"
     if self._bar is None:
       print(f"step {done}/{self._steps}  {text}", flush=True)
     else:

@@ -137,7 +137,7 @@ def make_train_step(
   gradient = jax.grad(objective, has_aux=True)
 
   def accumulate(params, batch, dropout_keys):
-    return _sum_over_parts(lambda part: gradient(params, part), (batch, dropout_keys), parts)
+    return sum_over_parts(lambda part: gradient(params, part), (batch, dropout_keys), parts)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     keys = dropout_keys(config, state.step) if config.model.dropout else None
@@ -211,12 +211,12 @@ def make_eval_step(config: Config) -> Callable[[PyTree, Batch], LossSums]:
   model, parts = make_model(config), config.train.accumulate
 
   def eval_step(params: PyTree, batch: Batch) -> LossSums:
-    return _sum_over_parts(lambda part: _forward(model, params, part, None), batch, parts)
+    return sum_over_parts(lambda part: _forward(model, params, part, None), batch, parts)
 
   return eval_step
 
 
-def _sum_over_parts(function, batch, parts):
+def sum_over_parts(function, batch, parts):
   """Sums `function` over `parts` equal parts of a batch, one after another."""
   if parts == 1:
     return function(batch)

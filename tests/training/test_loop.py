@@ -1,6 +1,7 @@
 """Runs end, stop, resume and fail as they say they do."""
 
 import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -21,6 +22,7 @@ from ldm_jax.errors import InputError, TrainingError
 from ldm_jax.sharding import make_mesh
 from ldm_jax.training import loop
 from ldm_jax.training.checkpoint import Checkpointer
+from ldm_jax.training.flops import model_flops_per_token
 from ldm_jax.training.metrics import MetricsWriter
 from ldm_jax.training.step import (
   StepMetrics,
@@ -69,6 +71,43 @@ def test_a_run_leaves_config_metrics_events_and_checkpoints(straight):
   state, record = final_state(config, workdir)
   assert state.step == 6
   assert record["tokens"] == 8 * 32 * 6
+
+
+def test_watching_a_run_does_not_change_it(straight, tmp_path, monkeypatch, capsys):
+  """Depth metrics, a profile and MFU from step 4 on: the same parameters to the bit."""
+  config, reference = straight
+  assert not any("mfu" in line for line in trace(reference))
+  assert not (reference / "profile").exists()
+  workdir = tmp_path / "run"
+  shutil.copytree(reference, workdir)
+  shutil.rmtree(workdir / "checkpoints" / "6")
+  watched = dict(depth_metrics_every=3, profile_start=4, profile_steps=1)
+  config = dataclasses.replace(config, train=dataclasses.replace(config.train, **watched))
+  flops = model_flops_per_token(config.model, config.data.sequence_length)
+  monkeypatch.setattr(loop, "mesh_peak_flops", lambda mesh: 1e6 * flops)
+  compile_depth_step, compiled = loop.compile_depth_step, []
+  monkeypatch.setattr(
+    loop, "compile_depth_step", lambda *args: compiled.append(args) or compile_depth_step(*args)
+  )
+  assert loop.train(config, workdir) == 0
+  chex.assert_trees_all_equal(final_state(config, workdir), final_state(config, reference))
+  assert len(compiled) == 1
+  lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+  for line in lines:
+    if line["split"] == "train" and line["step"] > 4:
+      assert line.pop("mfu") == pytest.approx(line["tokens_per_second"] / 1e6)
+    line.pop("tokens_per_second", None)
+  assert [line for line in lines if line["split"] != "depth"] == trace(reference)
+  (depth,) = (line for line in lines if line["split"] == "depth")
+  assert depth["step"] == 6
+  assert set(depth["stream_rms"]) == {"x", "M", "P"}
+  assert [len(numbers) for numbers in depth["stream_rms"].values()] == [5] * 3
+  assert len(depth["output_rms"]) == len(depth["output_gradient_norm"]) == 4
+  (train,) = (line for line in lines if line["split"] == "train" and line["step"] == 6)
+  total = np.linalg.norm(list(depth["parameter_gradient_norm"].values()))
+  np.testing.assert_allclose(total, train["grad_norm"], rtol=1e-5)
+  assert len(list((workdir / "profile").rglob("*.xplane.pb"))) == 1
+  assert "compiled the depth metrics in" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stops", [pytest.param((2,), marks=pytest.mark.slow), (0, 3, 4)], ids=str)

@@ -1,0 +1,64 @@
+"""A window of steps under the JAX profiler."""
+
+from pathlib import Path
+
+import jax
+
+from ldm_jax.errors import TrainingError
+from ldm_jax.typing import PathLike
+
+
+class ProfileWindow:
+  """Traces steps start + 1 … start + steps into a folder that TensorBoard and xprof read.
+
+  The loop asks `begins_after` and `ends_after` at every step, and waits for the device before
+  `begin` and `end`, so that the trace holds exactly the work of its steps.  Only the first host
+  traces.
+  """
+
+  def __init__(self, folder: PathLike, start: int, steps: int):
+    """Nothing is traced, and no folder made, before `begin`; never where `steps` is 0."""
+    self._folder = Path(folder)
+    self._start, self._end = start, start + steps
+    self._wanted = steps > 0 and jax.process_index() == 0
+    self._tracing = False
+
+  def begins_after(self, done: int) -> bool:
+    """Whether the window begins when `done` steps are finished."""
+    return self._wanted and done == self._start
+
+  def ends_after(self, done: int) -> bool:
+    """Whether an open window ends when `done` steps are finished."""
+    return self._tracing and done == self._end
+
+  def missed(self, done: int) -> bool:
+    """Whether a run that goes on after `done` steps is too late for the window to begin."""
+    return self._wanted and done > self._start
+
+  def begin(self) -> None:
+    """Starts the trace.
+
+    Raises:
+      TrainingError: if the profiler refuses, such as when the process is being traced already.
+    """
+    self._call(jax.profiler.start_trace, str(self._folder))
+    self._tracing = True
+
+  def end(self) -> None:
+    """Writes the trace, if one is open; also called when a run stops or fails inside the window.
+
+    Raises:
+      TrainingError: if it cannot be written.
+    """
+    if self._tracing:
+      self._tracing = False
+      self._call(jax.profiler.stop_trace)
+
+  def _call(self, function, *arguments):
+    try:
+      function(*arguments)
+    except (RuntimeError, OSError) as error:
+      raise TrainingError(
+        f"profiling into {self._folder} failed: {error}; run the same command with "
+        "--train.profile_steps 0 to go on without"
+      ) from error
