@@ -21,6 +21,7 @@ from ldm_jax.errors import DivergedError, InputError
 from ldm_jax.model import mixer_parameter_count, parameter_count
 from ldm_jax.sampling import sample
 from ldm_jax.sharding import check_divisible, make_mesh
+from ldm_jax.sharding_report import sharding_lines
 from ldm_jax.training.checkpoint import Checkpointer
 from ldm_jax.training.depth_metrics import compile_depth_step, depth_values
 from ldm_jax.training.evaluation import evaluate
@@ -201,6 +202,8 @@ def _summary(config, mesh, dataset, state):
     f" ({shape})" if shape else ""
   )
   yield _work(config, mesh)
+  if mesh.size > 1:
+    yield from sharding_lines(state.params, state.optimizer_state)
 
 
 def _work(config, mesh):
