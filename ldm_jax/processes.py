@@ -4,7 +4,14 @@ A process that takes another branch than the others leaves them waiting for ever
 So whatever only one of them can know, such as what its disk holds, is asked of the first.
 """
 
+import contextlib
+import glob
+import hashlib
+import importlib.util
 import os
+import sys
+import threading
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -15,23 +22,32 @@ from ldm_jax.errors import InputError
 from ldm_jax.sharding import partition_spec
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_HEARTBEAT_SECONDS = 30  # after which the others end if one of them is gone
+_TPU_DEVICES = ("/dev/accel*", "/dev/vfio/[0-9]*")
 
 
-def join() -> None:
-  """Joins the other processes of the run, if the environment says that there are any.
+def join(patience: int = 300) -> None:
+  """Joins the other processes of the run, if there are any; before anything asks for devices.
 
-  JAX_COORDINATOR_ADDRESS (host:port of process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID must be set
-  in each, before anything asks for devices.  Without any of them the process is alone.
+  On a Cloud TPU VM nothing needs to be set.  Elsewhere JAX_COORDINATOR_ADDRESS (host:port of
+  process 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID must be set in each; without any of them the
+  process is alone.  If one of the processes ends, the others end with an error within a minute.
+
+  Args:
+    patience: seconds to wait for the others.  After that the process ends with exit code 1.
 
   Raises:
     InputError: if only some of the variables are set, or one of them is not a number.
   """
   values = [os.environ.get(name) for name in _VARIABLES]
   if not any(values):
+    if _on_tpu_vm():
+      with _ending_after(patience, "the other hosts of this TPU slice"):
+        jax.distributed.initialize(**_timeouts(patience))
     return
   address, *numbers = values
+  given = ", ".join(f"{n}={v or '(not set)'}" for n, v in zip(_VARIABLES, values, strict=True))
   if not all(values) or not all(number.isdecimal() for number in numbers):
-    given = ", ".join(f"{n}={v or '(not set)'}" for n, v in zip(_VARIABLES, values, strict=True))
     raise InputError(
       f"several processes need an address HOST:PORT and two numbers in {' '.join(_VARIABLES)}; "
       f"got {given}"
@@ -39,7 +55,59 @@ def join() -> None:
   count, number = map(int, numbers)
   if not number < count:
     raise InputError(f"JAX_PROCESS_ID={number} must be below JAX_NUM_PROCESSES={count}")
-  jax.distributed.initialize(address, count, number)
+  with _ending_after(patience, f"the other processes ({given})"):
+    jax.distributed.initialize(address, count, number, **_timeouts(patience))
+
+
+def _on_tpu_vm():
+  return bool(importlib.util.find_spec("libtpu")) and any(map(glob.glob, _TPU_DEVICES))
+
+
+def _timeouts(patience):
+  return {
+    "initialization_timeout": patience + 60,
+    "heartbeat_timeout_seconds": _HEARTBEAT_SECONDS,
+  }
+
+
+@contextlib.contextmanager
+def _ending_after(seconds: int, awaited: str) -> Iterator[None]:
+  """Ends the process with one line if the block takes longer; JAX itself would abort in C++."""
+
+  def end():
+    print(
+      f"error: waited {seconds} s for {awaited}; start the same command in all of them at about "
+      "the same time, and see that process 0 can be reached from the others",
+      file=sys.stderr,
+      flush=True,
+    )
+    os._exit(1)
+
+  timer = threading.Timer(seconds, end)
+  timer.daemon = True
+  timer.start()
+  try:
+    yield
+  finally:
+    timer.cancel()
+
+
+def check_agreement(what: str, text: str) -> None:
+  """Compares a text between all processes, which must call it together.
+
+  Raises:
+    InputError: in all of them, naming those that do not have the first one's.
+  """
+  if jax.process_count() == 1:
+    return
+  digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
+  digests = multihost_utils.process_allgather(digest)
+  others = [str(number) for number, one in enumerate(digests) if (one != digests[0]).any()]
+  if others:
+    raise InputError(
+      f"process {', '.join(others)} has another {what} than process 0; start the same command with "
+      "the same files in all of them"
+    )
 
 
 def is_first() -> bool:

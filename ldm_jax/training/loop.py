@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ldm_jax import processes
-from ldm_jax.config import Config
+from ldm_jax.config import Config, to_json
 from ldm_jax.data import ByteTokenizer, Dataset, load_dataset
 from ldm_jax.errors import DivergedError, InputError
 from ldm_jax.model import mixer_parameter_count, parameter_count
@@ -65,6 +65,7 @@ def train(config: Config, workdir: PathLike) -> int:
   """
   with StopRequest() as stop:
     config.validate()
+    processes.check_agreement("configuration", to_json(config))
     mesh = make_mesh(config.mesh)
     check_divisible(config, mesh)
     own_part = processes.own_rows(mesh, config.data.batch_size)
@@ -137,6 +138,7 @@ def _open_run(config, workdir, mesh, own_part):
   resuming = (workdir / "checkpoints").is_dir() and any((workdir / "checkpoints").iterdir())
   notes = open_workdir(workdir, config, resuming)
   dataset = load_dataset(config)
+  processes.check_agreement("data set", dataset.fingerprint)
   checkpointer = Checkpointer(workdir, config.train.keep)
   best = Checkpointer(workdir, 1, "best") if config.train.keep_best else None
   restored = bool(checkpointer.steps())

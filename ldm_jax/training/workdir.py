@@ -61,6 +61,11 @@ def open_workdir(workdir: PathLike, config: Config, resuming: bool) -> list[str]
   Raises:
     InputError: if the folder cannot be used, or naming each setting that differs from the run's.
   """
+  if str(workdir).startswith("gs:/"):
+    raise InputError(
+      f"workdir {workdir}: runs cannot be kept in a bucket yet; use a folder that all hosts see, "
+      "such as a mounted bucket or a network disk"
+    )
   try:
     Path(workdir).mkdir(parents=True, exist_ok=True)
   except OSError as error:
