@@ -189,7 +189,7 @@ class TrainConfig:
   remat: Literal["none", "dots", "full"] = "none"
   """What a block recomputes in the backward pass: nothing, all but weight products, everything."""
   seed: int = 0
-  """Initial weights."""
+  """Initial weights and dropout."""
   sample_tokens: int = 200
   """Length of the text sample at the end; 0 for none."""
 

@@ -11,14 +11,16 @@ import importlib.util
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
-from ldm_jax.errors import InputError
+from ldm_jax.errors import InputError, TrainingError
 from ldm_jax.sharding import partition_spec
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -53,10 +55,18 @@ def join(patience: int = 300) -> None:
       f"got {given}"
     )
   count, number = map(int, numbers)
+  host, _, port = address.rpartition(":")
+  if not host or not port.isdecimal():
+    raise InputError(f"JAX_COORDINATOR_ADDRESS={address} must be HOST:PORT of process 0")
   if not number < count:
     raise InputError(f"JAX_PROCESS_ID={number} must be below JAX_NUM_PROCESSES={count}")
   with _ending_after(patience, f"the other processes ({given})"):
-    jax.distributed.initialize(address, count, number, **_timeouts(patience))
+    try:
+      jax.distributed.initialize(address, count, number, **_timeouts(patience))
+    except jax.errors.JaxRuntimeError as error:
+      raise InputError(
+        f"cannot join the other processes ({given}): {error}; is the port of process 0 free?"
+      ) from error
 
 
 def _on_tpu_vm():
@@ -90,6 +100,69 @@ def _ending_after(seconds: int, awaited: str) -> Iterator[None]:
     yield
   finally:
     timer.cancel()
+
+
+@contextlib.contextmanager
+def failing_at_once() -> Iterator[None]:
+  """Where several processes work together, an error in the block ends this one on the spot.
+
+  Going on to close what is open would wait for the others, which wait for this one.  The error is
+  printed first, and the exit code is that of `command_line.run_command`.  JAX then ends the others.
+  """
+  try:
+    yield
+  except Exception as error:
+    if jax.process_count() == 1:
+      raise
+    if isinstance(error, InputError | TrainingError):
+      print(f"error: {error}", file=sys.stderr)
+    else:
+      traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(2 if isinstance(error, InputError) else 1)
+
+
+def check_shared(folder: Path) -> None:
+  """Makes sure that a folder is the same one for all processes, which must call it together.
+
+  Raises:
+    InputError: in all of them, naming those that do not see what the first one writes there.
+  """
+  if jax.process_count() == 1:
+    return
+  token = str(multihost_utils.broadcast_one_to_all(np.random.SeedSequence().entropy % 2**31))
+  path = folder / ".shared"
+  if is_first():
+    path.write_text(token)
+  multihost_utils.sync_global_devices("shared folder written")
+  try:
+    seen = path.read_text() == token
+  except OSError:
+    seen = False
+  blind = [
+    str(n) for n, sees in enumerate(multihost_utils.process_allgather(np.asarray(seen))) if not sees
+  ]
+  if is_first():
+    path.unlink()
+  if blind:
+    raise InputError(
+      f"process {', '.join(blind)} does not see what process 0 writes to {folder}; choose "
+      "a --workdir on a disk that all hosts share"
+    )
+
+
+def all_agree(value: bool) -> bool:
+  """Whether the value is true in all processes, which must call it together."""
+  if jax.process_count() == 1:
+    return value
+  return bool(multihost_utils.process_allgather(np.asarray(value)).all())
+
+
+def wait_for_all(what: str) -> None:
+  """Returns when all processes have come here; `what` names the place."""
+  if jax.process_count() > 1:
+    multihost_utils.sync_global_devices(what)
 
 
 def check_agreement(what: str, text: str) -> None:

@@ -32,7 +32,7 @@ def parameter_rows(params: PyTree) -> list[ParameterRow]:
   rows = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     name = jax.tree_util.keystr(path, simple=True, separator="/")
-    key = (re.sub(r"block_\d+", "block_*", name), leaf.shape, _words(leaf.sharding.spec, leaf.ndim))
+    key = (re.sub(r"block_\d+", "block_*", name), leaf.shape, _words(leaf.sharding, leaf.ndim))
     rows.setdefault(key, []).append(bytes_per_device(leaf))
   found = [ParameterRow(key[0], len(b), *key[1:], sum(b)) for key, b in rows.items()]
   return sorted(found, key=lambda row: -row.bytes_per_device)
@@ -64,7 +64,8 @@ def sharding_lines(params: PyTree, optimizer_state: PyTree) -> Iterator[str]:
   )
 
 
-def _words(spec, rank):
-  entries = [*spec, *[None] * (rank - len(spec))]
-  names = ["-" if not e else e if isinstance(e, str) else " x ".join(e) for e in entries]
-  return ", ".join(names)
+def _words(sharding, rank):
+  entries = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
+  axes = [(entry,) if isinstance(entry, str) else entry or () for entry in entries]
+  split = [[axis for axis in some if sharding.mesh.shape[axis] > 1] for some in axes]
+  return ", ".join(" x ".join(some) or "-" for some in split)

@@ -94,6 +94,8 @@ def test_the_table_names_what_lies_on_a_device():
   up = rows["block_*/mlp/up/kernel"]
   assert up[1:] == (2, (32, 64), "fsdp, tensor", 2 * 32 * 64 * 4 // 4)
   assert rows["final_norm/scale"].spec == "-"
+  whole = parameter_rows(abstract_state(tiny_config(), make_mesh(MeshConfig(data=8))).params)
+  assert {axis for row in whole for axis in row.spec.split(", ")} == {"-"}
   assert sum(row.count for row in rows.values()) == len(jax.tree.leaves(state.params))
   on_device = sum(row.bytes_per_device for row in rows.values())
   assert on_device == bytes_per_device(state.params)

@@ -4,6 +4,10 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from typing import TypeAlias
 
@@ -81,7 +85,7 @@ class Dataset:
       if not flags.FLAGS.is_parsed():  # grain reads flags of its own, which only absl.app parses
         flags.FLAGS.mark_as_parsed()
       options = grain.MultiprocessingOptions(self.workers, per_worker_buffer_size=_AHEAD)
-      dataset = dataset.mp_prefetch(options)
+      dataset = dataset.mp_prefetch(options, worker_init_fn=_in_a_worker)
     return BatchIterator(dataset)
 
   def held_out_batches(self, count: int) -> list[Batch]:
@@ -120,13 +124,22 @@ class BatchIterator(contextlib.AbstractContextManager):
 
   def __init__(self, dataset: grain.IterDataset):
     """Starts loading at the first `next`."""
-    self._iterator = iter(dataset)
+    self._iterator, self._started = iter(dataset), False
 
   def __iter__(self) -> Iterator[Batch]:
     return self
 
   def __next__(self) -> Batch:
-    return next(self._iterator)
+    if self._started:
+      return next(self._iterator)
+    # A signal to the whole group while a worker starts would leave both waiting for each other.
+    signals = {signal.SIGINT, signal.SIGTERM}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+      return next(self._iterator)
+    finally:
+      self._started = True
+      signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
   def __exit__(self, *error: object) -> None:
     self.close()
@@ -134,6 +147,21 @@ class BatchIterator(contextlib.AbstractContextManager):
   def close(self) -> None:
     """Stops loading."""
     self._iterator.close()
+
+
+def _in_a_worker(number, count):
+  """Leaves interrupts to the training process, and ends when that is gone."""
+  del number, count
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
+  signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+  parent = os.getppid()
+
+  def watch():
+    while os.getppid() == parent:
+      time.sleep(1)
+    os._exit(1)
+
+  threading.Thread(target=watch, daemon=True).start()
 
 
 def load_dataset(config: Config) -> Dataset:

@@ -1,5 +1,6 @@
 """Saving and restoring runs with orbax: asynchronous, newest K kept, damaged ones skipped."""
 
+import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from ldm_jax import processes
 from ldm_jax.errors import TrainingError
 from ldm_jax.training.step import TrainState
 from ldm_jax.typing import PathLike
@@ -24,7 +26,9 @@ class Checkpointer:
   def __init__(self, workdir: PathLike, keep: int, folder: str = "checkpoints"):
     """Opens `workdir/folder`, creating it if need be; `keep` newest checkpoints survive a save."""
     self.directory = epath.Path(workdir).resolve() / folder
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+    # Created in the background, a folder that cannot be created would keep the process from ending.
+    foreground = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, async_options=foreground)
     self._manager = ocp.CheckpointManager(self.directory, options=options)
     self._damaged: set[int] = set()
 
@@ -73,19 +77,37 @@ class Checkpointer:
     )
     for step in reversed(steps):
       try:
-        restored = self._manager.restore(step, args=items)
-        return restored["state"], restored["record"]
+        restored, reason = self._manager.restore(step, args=items), None
       except (MemoryError, PermissionError, jax.errors.JaxRuntimeError) as error:
         raise TrainingError(
-          f"cannot read checkpoint {step} in {self.directory}: {error}"
+          f"cannot read checkpoint {step} in {self.directory}: {error}; mend that and run the same "
+          "command again"
         ) from error
       except Exception as error:  # orbax raises many kinds; any of them means "not this one"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        self._damaged.add(step)
-        print(f"checkpoint {step} in {self.directory} does not load, skipping it: {reason}")
+      if processes.all_agree(reason is None):
+        return restored["state"], restored["record"]
+      self._damaged.add(step)
+      reason = reason or "another process cannot load it"
+      print(f"checkpoint {step} in {self.directory} does not load, skipping it: {reason}")
     if steps:
-      raise TrainingError(f"none of the checkpoints {steps} in {self.directory} loads")
+      raise TrainingError(
+        f"none of the checkpoints {steps} in {self.directory} loads; restore one from a copy, or "
+        "choose another --workdir to start anew"
+      )
     return None
+
+  def replace(self, state: TrainState, record: Mapping[str, Any]) -> None:
+    """Saves instead of all that is there, also of later steps, and blocks until that is durable.
+
+    Raises:
+      TrainingError: if the folder cannot be written.
+    """
+    for step in self.steps():
+      if step >= int(state.step):  # orbax would refuse an earlier one
+        self._guard(functools.partial(self._manager.delete, step))
+    self.save(state, record)
+    self.wait()
 
   def newest_record(self) -> dict[str, Any] | None:
     """The record of the newest checkpoint, without its state; None if there is none that loads."""
@@ -107,21 +129,28 @@ class Checkpointer:
 
   def close(self) -> None:
     """Waits for saves and frees the manager's threads."""
-    self.wait()
-    self._manager.close()
+    try:
+      self.wait()
+    finally:
+      self._manager.close()
 
   def _move_damaged_aside(self):
-    for step in sorted(self._damaged):
+    if not self._damaged:
+      return
+    for step in sorted(self._damaged) if processes.is_first() else ():
       target = self.directory / f"{step}.damaged"
       while target.exists():
         target = target.with_name(target.name + "+")
       (self.directory / str(step)).rename(target)
-    if self._damaged:
-      self._damaged.clear()
-      self._manager.reload()
+    processes.wait_for_all("damaged checkpoints moved aside")
+    self._damaged.clear()
+    self._manager.reload()
 
   def _guard(self, action):
     try:
       action()
     except Exception as error:
-      raise TrainingError(f"saving a checkpoint in {self.directory} failed: {error}") from error
+      raise TrainingError(
+        f"saving a checkpoint in {self.directory} failed: {error}; make room or mend the disk, "
+        "then run the same command again"
+      ) from error

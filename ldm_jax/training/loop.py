@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import re
 import time
 from collections.abc import Callable
@@ -45,7 +46,7 @@ from ldm_jax.training.step import (
   make_model,
   put_batch,
 )
-from ldm_jax.training.workdir import open_workdir, save_config
+from ldm_jax.training.workdir import open_workdir, save_config, without_local_settings
 from ldm_jax.typing import PathLike, PyTree
 
 _SAMPLE_PROMPT = "def "
@@ -63,9 +64,9 @@ def train(config: Config, workdir: PathLike) -> int:
     DivergedError: if the loss stops being finite.
     TrainingError: if a checkpoint or a metric cannot be written.
   """
-  with StopRequest() as stop:
+  with processes.failing_at_once(), StopRequest() as stop:
     config.validate()
-    processes.check_agreement("configuration", to_json(config))
+    processes.check_agreement("configuration", to_json(without_local_settings(config)))
     mesh = make_mesh(config.mesh)
     check_divisible(config, mesh)
     own_part = processes.own_rows(mesh, config.data.batch_size)
@@ -114,12 +115,12 @@ class _Run:
 
   def save_if_best(self, loss):
     """Saves in best/ if no evaluation had a lower loss; durable before the loss is on record."""
-    if self.best is None:
+    if self.best is None or not math.isfinite(loss):
       return
     before = self.best.newest_record()
     if before is None or loss < before["loss"]:
-      self.best.save(self.state, self._record() | {"loss": loss})
-      self.best.wait()
+      measure = {"loss": loss, "eval_batches": self.config.train.eval_batches}
+      self.best.replace(self.state, self._record() | measure)
 
   def _record(self):
     return {"tokens": self.tokens, "data_fingerprint": self.dataset.fingerprint}
@@ -137,11 +138,12 @@ def _open_run(config, workdir, mesh, own_part):
   workdir = Path(workdir)
   resuming = (workdir / "checkpoints").is_dir() and any((workdir / "checkpoints").iterdir())
   notes = open_workdir(workdir, config, resuming)
+  processes.check_shared(workdir)
   dataset = load_dataset(config)
   processes.check_agreement("data set", dataset.fingerprint)
   checkpointer = Checkpointer(workdir, config.train.keep)
-  best = Checkpointer(workdir, 1, "best") if config.train.keep_best else None
   restored = bool(checkpointer.steps())
+  best = _open_best(workdir, config, restored) if config.train.keep_best else None
   if not restored:
     state, record = init_state(config, mesh), {"tokens": 0}
   else:
@@ -184,6 +186,23 @@ def _open_run(config, workdir, mesh, own_part):
     own_part,
     profile,
   )
+
+
+def _open_best(workdir, config, restored):
+  best = Checkpointer(workdir, 1, "best")
+  record = best.newest_record()
+  if record is not None and not restored:
+    raise InputError(
+      f"{best.directory} holds the best state of a run whose checkpoints are gone; move it away, "
+      "or choose another --workdir"
+    )
+  if record is not None and record["eval_batches"] != config.train.eval_batches:
+    raise InputError(
+      f"the loss of {best.directory} was measured with train.eval_batches = "
+      f"{record['eval_batches']}, now {config.train.eval_batches}; set it back, or move it "
+      "away"
+    )
+  return best
 
 
 def _summary(config, mesh, dataset, state):

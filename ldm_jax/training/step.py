@@ -136,8 +136,8 @@ def make_train_step(
 
   gradient = jax.grad(objective, has_aux=True)
 
-  def accumulate(params, batch, dropout_keys):
-    return sum_over_parts(lambda part: gradient(params, part), (batch, dropout_keys), parts)
+  def accumulate(params, batch, keys):
+    return sum_over_parts(lambda part: gradient(params, part), (batch, keys), parts)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
     keys = dropout_keys(config, state.step) if config.model.dropout else None

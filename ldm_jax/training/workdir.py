@@ -1,5 +1,6 @@
 """The workdir of a run: its saved config, and what may change between a stop and a resume."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from ldm_jax.files import write_atomically
 from ldm_jax.mixers import settings_of
 from ldm_jax.typing import PathLike
 
-# Settings that change neither the model, nor the data, nor what a step computes.
+# Settings that change neither the model, nor the data, nor what a step computes but for rounding.
 _FREE = {
   "data.path",  # the same data in another place; other data are told by their fingerprint
   "data.tokenizer",
@@ -45,6 +46,12 @@ def settings_in_use(config: Config) -> dict[str, Any]:
     for key, value in flatten(config).items()
     if not key.startswith(_MIXER) or key.removeprefix(_MIXER) in mixer
   }
+
+
+def without_local_settings(config: Config) -> Config:
+  """The config without what may differ between the hosts of a run: where the data lie on each."""
+  data = dataclasses.replace(config.data, path=None, tokenizer=None, workers=0)
+  return dataclasses.replace(config, data=data)
 
 
 def open_workdir(workdir: PathLike, config: Config, resuming: bool) -> list[str]:

@@ -166,12 +166,31 @@ def test_the_best_evaluation_is_kept_apart_if_asked_for(straight, tmp_path, monk
     "tokens": 5 * 256,
     "data_fingerprint": final_state(config, reference)[1]["data_fingerprint"],
     "loss": 1.5,
+    "eval_batches": 2,
   }
   kept.close()
   assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["6"]
   chex.assert_trees_all_equal(
     final_state(config, tmp_path)[0].params, final_state(config, reference)[0].params
   )
+
+
+def test_a_best_state_of_another_run_or_measure_is_refused(straight, tmp_path):
+  config, reference = straight
+  config = dataclasses.replace(config, train=dataclasses.replace(config.train, keep_best=True))
+  shutil.copytree(reference, tmp_path / "run")
+  best = Checkpointer(tmp_path / "run", 1, "best")
+  with jax.set_mesh(make_mesh(config.mesh)):
+    state = init_state(config, make_mesh(config.mesh))
+  for step in (9, 6):  # a later one gives way
+    best.replace(state.replace(step=state.step + step), {"loss": 9.0, "eval_batches": 7})
+    assert best.steps() == [step]
+  best.close()
+  with pytest.raises(InputError, match=r"best was measured with train.eval_batches = 7, now 2"):
+    loop.train(config, tmp_path / "run")
+  shutil.rmtree(tmp_path / "run" / "checkpoints")
+  with pytest.raises(InputError, match=r"best holds the best state of a run whose checkpoints"):
+    loop.train(config, tmp_path / "run")
 
 
 def test_lines_of_steps_that_run_again_are_replaced(straight, tmp_path):
