@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from typing import TypeAlias
 
 import grain
@@ -133,6 +134,7 @@ class BatchIterator(contextlib.AbstractContextManager):
     if self._started:
       return next(self._iterator)
     # A signal to the whole group while a worker starts would leave both waiting for each other.
+    resource_tracker.ensure_running()  # started later, it would lift the block
     signals = {signal.SIGINT, signal.SIGTERM}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
@@ -150,10 +152,10 @@ class BatchIterator(contextlib.AbstractContextManager):
 
 
 def _in_a_worker(number, count):
-  """Leaves interrupts to the training process, and ends when that is gone."""
+  """Leaves signals to the training process, which kills its workers, and ends when that is gone."""
   del number, count
-  signal.signal(signal.SIGINT, signal.SIG_IGN)
-  signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+  for one in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(one, signal.SIG_IGN)
   parent = os.getppid()
 
   def watch():

@@ -89,7 +89,8 @@ class Checkpointer:
         return restored["state"], restored["record"]
       self._damaged.add(step)
       reason = reason or "another process cannot load it"
-      print(f"checkpoint {step} in {self.directory} does not load, skipping it: {reason}")
+      if processes.is_first():
+        print(f"checkpoint {step} in {self.directory} does not load, skipping it: {reason}")
     if steps:
       raise TrainingError(
         f"none of the checkpoints {steps} in {self.directory} loads; restore one from a copy, or "

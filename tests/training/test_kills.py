@@ -40,17 +40,18 @@ def straight(tmp_path_factory):
   return folder, config
 
 
-def start(folder, workdir):
+def start(folder, workdir, *settings):
   environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
   environment["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compilation_cache")
   environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
   command = [sys.executable, ROOT / "train.py", "--config", folder / "config.py"]
   return subprocess.Popen(
-    [*command, "--workdir", workdir],
+    [*command, "--workdir", workdir, *settings],
     env=environment,
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
+    start_new_session=True,
   )
 
 
@@ -97,3 +98,15 @@ def test_a_run_killed_at_random_moments_leaves_the_trace_of_a_straight_one(
     left -= len(codes) - 1
     assert trace(workdir) == trace(folder / "run")
     chex.assert_trees_all_equal(final_state(config, workdir), final_state(config, folder / "run"))
+
+
+def test_a_signal_to_the_whole_group_while_workers_start_is_a_stop(straight, tmp_path):
+  folder, _ = straight
+  process = start(folder, tmp_path, "--data.workers", "1", "--train.steps", "100000")
+  while process.poll() is None and "compiled the train step" not in process.stdout.readline():
+    pass
+  time.sleep(0.7)  # a worker takes seconds to start
+  os.killpg(process.pid, signal.SIGTERM)
+  output = process.communicate(timeout=120)[0]
+  assert process.returncode == 75, output
+  assert "stopped by SIGTERM" in output
