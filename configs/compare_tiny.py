@@ -14,7 +14,7 @@ from ldm_jax.config import DataConfig, OptimizerConfig, TrainConfig
 
 def get_comparison() -> Comparison:
   """The plain residual stream, both readouts of the depth memory, and its rivals: 20 runs."""
-  ldm = MixerConfig(kind="ldm", rule="rls", groups=4, key_dim=8, latent_dim=32)
+  ldm = MixerConfig(kind="ldm", rule="rls", groups=4, key_dim=8, latent_dim=32, gain_init=1.0)
   return Comparison(
     base=Config(
       model=ModelConfig(width=64, blocks=12, heads=4, mlp_width=176, vocab_size=257),

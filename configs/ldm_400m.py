@@ -20,7 +20,9 @@ def get_config() -> Config:
       heads=16,
       mlp_width=2816,
       vocab_size=50_304,
-      mixer=MixerConfig(kind="ldm", rule="rls", groups=16, key_dim=8, memory_dtype="bfloat16"),
+      mixer=MixerConfig(
+        kind="ldm", rule="rls", groups=16, key_dim=8, gain_init=1.0, memory_dtype="bfloat16"
+      ),
     ),
     data=DataConfig(sequence_length=2048, batch_size=512),
     optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=1000),

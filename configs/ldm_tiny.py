@@ -16,7 +16,7 @@ def get_config() -> Config:
       heads=4,
       mlp_width=352,
       vocab_size=257,
-      mixer=MixerConfig(kind="ldm", rule="rls", groups=8, key_dim=8, latent_dim=32),
+      mixer=MixerConfig(kind="ldm", rule="rls", groups=8, key_dim=8, gain_init=1.0, latent_dim=32),
     ),
     data=DataConfig(source="stdlib", sequence_length=256, batch_size=8),
     optimizer=OptimizerConfig(learning_rate=4e-3, warmup_steps=50),

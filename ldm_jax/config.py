@@ -49,8 +49,8 @@ class MixerConfig:
   """Lower bound of the learned forgetting factors (rule rls)."""
   forgetting_init: float = 0.98
   """Forgetting factors at initialisation (rule rls)."""
-  gain_init: float = 1.0
-  """Read gain at initialisation, 0 starts as PreLN (readout add)."""
+  gain_init: float = 0.0
+  """Read gain at initialisation (readout add). 0 starts as PreLN; 1 trains better from scratch."""
   key_bias_init: float = 0.0
   """Every component of the key and query biases at initialisation. The larger, the more alike keys
   and queries start, and the closer a read is to the mean of the outputs so far."""

@@ -341,7 +341,7 @@ def test_settings_of_another_mixer_do_not_tell_runs_apart(fake, tmp_path):
   unaffected = dataclasses.replace(comparison, mixers={"preln": mixers["preln"]})
   assert compare(unaffected, tmp_path)[0] == 0
   assert len(fake.calls) == trained
-  with pytest.raises(InputError, match=r"mixer.gain_init was 1.0 and is now 0.125\. Choose"):
+  with pytest.raises(InputError, match=r"mixer.gain_init was 0.0 and is now 0.125\. Choose"):
     compare(dataclasses.replace(comparison, mixers=mixers), tmp_path)
 
 

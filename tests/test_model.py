@@ -46,7 +46,7 @@ def test_mechanisms_start_from_the_same_weights():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rule", ["rls", "delta", "outer"])
 def test_gain_zero_gives_the_logits_of_preln_to_the_bit(rule, dtype):
-  model, params = make(with_mixer(tiny_config(), rule=rule, gain_init=0.0), dtype=jnp.dtype(dtype))
+  model, params = make(with_mixer(tiny_config(), rule=rule), dtype=jnp.dtype(dtype))
   plain = TransformerLM(tiny_config("preln").model, dtype=jnp.dtype(dtype))
   plain_params = without_mixers(params)
   assert parameter_count(plain_params) < parameter_count(params)

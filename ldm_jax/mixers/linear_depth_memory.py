@@ -72,8 +72,9 @@ class LinearDepthMemory(DepthMixer):
     alpha: inverse ridge strength, P₋₁ = α I.
     min_forgetting: lower bound of the learned forgetting factors λ.
     forgetting_init: λ at initialisation.
-    gain_init: read gain at initialisation.  At 0 the network starts as PreLN to the bit, but the
-      memory then takes part too late: in the comparison of the README, 1 ended 0.1 nats lower.
+    gain_init: read gain at initialisation.  At 0 the network starts as PreLN to the bit, which
+      suits one that is trained already; from scratch the memory then takes part too late (with 1
+      small models ended 0.1 to 0.2 nats lower, see the README), so the presets start with 1.
     key_bias_init: every component of the key and query biases at initialisation.  At 0 they point
       anywhere; the larger, the more alike they start, and the closer M q is to the weighted mean of
       the outputs so far.
@@ -99,7 +100,7 @@ class LinearDepthMemory(DepthMixer):
   alpha: float = 1.0
   min_forgetting: float = 0.5
   forgetting_init: float = 0.98
-  gain_init: float = 1.0
+  gain_init: float = 0.0
   key_bias_init: float = 0.0
   memory_dtype: Dtype = "float32"
   readout: str = "add"
