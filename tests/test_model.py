@@ -44,7 +44,7 @@ def test_mechanisms_start_from_the_same_weights():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rule", ["rls", "delta", "outer"])
+@pytest.mark.parametrize("rule", ["rls", pytest.param("delta", marks=pytest.mark.slow), "outer"])
 def test_gain_zero_gives_the_logits_of_preln_to_the_bit(rule, dtype):
   model, params = make(with_mixer(tiny_config(), rule=rule), dtype=jnp.dtype(dtype))
   plain = TransformerLM(tiny_config("preln").model, dtype=jnp.dtype(dtype))
@@ -115,7 +115,7 @@ def test_padding_ids_are_masked_and_tied_embeddings_share_one_matrix(config):
   assert parameter_count(params) - parameter_count(tied) == 384 * 32
 
 
-@pytest.mark.parametrize("name", ["attnres", "hc", "mhc"])
+@pytest.mark.parametrize("name", ["attnres", pytest.param("hc", marks=pytest.mark.slow), "mhc"])
 def test_remat_changes_no_value(name):
   grads = {}
   for remat in ("none", "full"):
@@ -125,7 +125,7 @@ def test_remat_changes_no_value(name):
   chex.assert_trees_all_close(grads["full"], grads["none"], rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["preln", "rls"])
+@pytest.mark.parametrize("kind", ["preln", pytest.param("rls", marks=pytest.mark.slow)])
 def test_less_memory_is_kept_with_remat(kind):
   config = with_model(with_mixer(with_kind(kind), key_dim=2), blocks=4, mlp_width=512)
   tokens = jnp.tile(TOKENS, (4, 8))

@@ -19,7 +19,7 @@ PARAMS["embedder"]["head_kernel"] = 50 * PARAMS["embedder"]["head_kernel"]
 @pytest.mark.parametrize(
   "name",
   [
-    pytest.param(name, marks=pytest.mark.slow if name in ("preln", "hc") else ())
+    pytest.param(name, marks=pytest.mark.slow if name in ("preln", "hc", "mhc") else ())
     for name in MECHANISMS
   ],
 )

@@ -372,6 +372,7 @@ def test_a_restored_state_is_donated_as_a_fresh_one(straight, tmp_path):
   checkpointer.close()
 
 
+@pytest.mark.slow  # test_kills has shorter real processes
 def test_the_command_survives_a_real_interrupt(tmp_path):
   """The process gets SIGINT while it trains; the same command ends the run."""
   (tmp_path / "config.py").write_text(

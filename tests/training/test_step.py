@@ -249,7 +249,10 @@ def test_evaluation_counts_padding_rows_for_nothing():
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(name, marks=pytest.mark.slow if name == "hc" else ()) for name in MECHANISMS],
+)
 def test_a_model_overfits_one_batch_of_64_tokens(name, remat):
   config = with_kind(name, remat=remat, steps=200)
   model, optimizer = make_model(config), optax.adam(1e-2)
