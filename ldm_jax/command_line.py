@@ -9,7 +9,7 @@ from pathlib import Path
 import tyro
 
 from ldm_jax.config import Config, flatten, load_config, nearest
-from ldm_jax.errors import InputError, TrainingError
+from ldm_jax.errors import InputError, TrainingError, report
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
@@ -64,9 +64,7 @@ def run_command(main: Callable[[], int]) -> None:
   try:
     code = main()
   except (InputError, TrainingError) as error:
-    sys.stdout.flush()
-    print(f"error: {error}", file=sys.stderr)
-    code = 2 if isinstance(error, InputError) else 1
+    code = report(error)
   sys.exit(code)
 
 

@@ -1,5 +1,7 @@
 """The ways a command can end badly, and what each means to a script."""
 
+import sys
+
 
 class InputError(ValueError):
   """A setting, file or argument is wrong.  Raised before any work starts; commands exit with 2.
@@ -18,3 +20,10 @@ class DivergedError(TrainingError):
 
 class DocumentError(ValueError):
   """A document, or the rest of a file of documents, cannot be read; the message says why."""
+
+
+def report(error: InputError | TrainingError) -> int:
+  """Prints an error as one line on standard error; returns the exit code that it stands for."""
+  sys.stdout.flush()
+  print(f"error: {error}", file=sys.stderr, flush=True)
+  return 2 if isinstance(error, InputError) else 1

@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
-from ldm_jax.errors import InputError, TrainingError
+from ldm_jax.errors import InputError, TrainingError, report
 from ldm_jax.sharding import partition_spec
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -107,20 +107,21 @@ def failing_at_once() -> Iterator[None]:
   """Where several processes work together, an error in the block ends this one on the spot.
 
   Going on to close what is open would wait for the others, which wait for this one.  The error is
-  printed first, and the exit code is that of `command_line.run_command`.  JAX then ends the others.
+  printed first; what is open must be closed outside the block.  JAX then ends the others.
   """
   try:
     yield
   except Exception as error:
     if jax.process_count() == 1:
       raise
+    code = 1
     if isinstance(error, InputError | TrainingError):
-      print(f"error: {error}", file=sys.stderr)
+      code = report(error)
     else:
       traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(2 if isinstance(error, InputError) else 1)
+    os._exit(code)
 
 
 def check_shared(folder: Path) -> None:
@@ -135,19 +136,17 @@ def check_shared(folder: Path) -> None:
   path = folder / ".shared"
   if is_first():
     path.write_text(token)
-  multihost_utils.sync_global_devices("shared folder written")
+  wait_for_all("shared folder written")
   try:
     seen = path.read_text() == token
   except OSError:
     seen = False
-  blind = [
-    str(n) for n, sees in enumerate(multihost_utils.process_allgather(np.asarray(seen))) if not sees
-  ]
+  blind = _numbers(~multihost_utils.process_allgather(np.asarray(seen)))
   if is_first():
     path.unlink()
   if blind:
     raise InputError(
-      f"process {', '.join(blind)} does not see what process 0 writes to {folder}; choose "
+      f"process {blind} does not see what process 0 writes to {folder}; choose "
       "a --workdir on a disk that all hosts share"
     )
 
@@ -175,12 +174,17 @@ def check_agreement(what: str, text: str) -> None:
     return
   digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
   digests = multihost_utils.process_allgather(digest)
-  others = [str(number) for number, one in enumerate(digests) if (one != digests[0]).any()]
+  others = _numbers((digests != digests[0]).any(axis=1))
   if others:
     raise InputError(
-      f"process {', '.join(others)} has another {what} than process 0; start the same command with "
+      f"process {others} has another {what} than process 0; start the same command with "
       "the same files in all of them"
     )
+
+
+def _numbers(flags):
+  """Which processes have their flag set, in words."""
+  return ", ".join(map(str, np.flatnonzero(flags)))
 
 
 def is_first() -> bool:

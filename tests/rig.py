@@ -13,7 +13,7 @@ import jax
 
 from ldm_jax import Config, MixerConfig, ModelConfig
 from ldm_jax.comparison import Comparison
-from ldm_jax.config import DataConfig, OptimizerConfig, TrainConfig, with_mixer
+from ldm_jax.config import DataConfig, OptimizerConfig, TrainConfig, to_json, with_mixer
 from ldm_jax.data import Dataset
 from ldm_jax.sharding import make_mesh
 from ldm_jax.training.checkpoint import Checkpointer
@@ -34,6 +34,7 @@ __all__ = [
   "with_kind",
   "with_mixer",
   "with_model",
+  "write_config",
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,6 +64,16 @@ def final_state(config: Config, workdir: Path):
   state, record = checkpointer.restore_newest(abstract_state(config, mesh))
   checkpointer.close()
   return jax.device_get(state), record
+
+
+def write_config(folder: Path, config: Config) -> Path:
+  """A config file for the command line."""
+  path = folder / "config.py"
+  path.write_text(
+    "from ldm_jax.config import from_json\n"
+    f"def get_config():\n  return from_json({to_json(config)!r})\n"
+  )
+  return path
 
 
 def trace(workdir: Path) -> list[dict]:

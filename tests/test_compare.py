@@ -20,6 +20,7 @@ from ldm_jax.comparison import Run
 from ldm_jax.config import to_json
 from ldm_jax.errors import DivergedError, InputError, TrainingError
 from ldm_jax.training import loop
+from ldm_jax.training import run as training_run
 from tests.rig import refusal, signal_at, tiny_comparison, tiny_config
 
 COMPARISON_FILE = """
@@ -54,10 +55,10 @@ def losses(results):
 @pytest.fixture(scope="module", autouse=True)
 def cheap():
   """Reads the corpus once, and keeps what the tests of this worker have compiled."""
-  load = functools.cache(lambda: loop_load(tiny_comparison().base))
-  loop_load = loop.load_dataset
+  load = functools.cache(lambda: run_load(tiny_comparison().base))
+  run_load = training_run.load_dataset
   with pytest.MonkeyPatch.context() as patch:
-    for module in (loop, command):
+    for module in (training_run, command):
       patch.setattr(
         module, "load_dataset", lambda config: dataclasses.replace(load(), seed=config.data.seed)
       )

@@ -87,7 +87,7 @@ class Dataset:
         flags.FLAGS.mark_as_parsed()
       options = grain.MultiprocessingOptions(self.workers, per_worker_buffer_size=_AHEAD)
       dataset = dataset.mp_prefetch(options, worker_init_fn=_in_a_worker)
-    return BatchIterator(dataset)
+    return BatchIterator(dataset, starts_workers=self.workers > 0)
 
   def held_out_batches(self, count: int) -> list[Batch]:
     """The same batches [B, T] at every call; the last one is filled up with padding rows.
@@ -123,15 +123,15 @@ class Dataset:
 class BatchIterator(contextlib.AbstractContextManager):
   """Batches that a thread or worker processes load ahead; leaving the context stops them."""
 
-  def __init__(self, dataset: grain.IterDataset):
-    """Starts loading at the first `next`."""
-    self._iterator, self._started = iter(dataset), False
+  def __init__(self, dataset: grain.IterDataset, starts_workers: bool):
+    """Starts loading, and the worker processes if there are to be any, at the first `next`."""
+    self._iterator, self._starts_workers = iter(dataset), starts_workers
 
   def __iter__(self) -> Iterator[Batch]:
     return self
 
   def __next__(self) -> Batch:
-    if self._started:
+    if not self._starts_workers:
       return next(self._iterator)
     # A signal to the whole group while a worker starts would leave both waiting for each other.
     resource_tracker.ensure_running()  # started later, it would lift the block
@@ -140,7 +140,7 @@ class BatchIterator(contextlib.AbstractContextManager):
     try:
       return next(self._iterator)
     finally:
-      self._started = True
+      self._starts_workers = False
       signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
   def __exit__(self, *error: object) -> None:

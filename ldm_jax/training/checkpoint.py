@@ -84,13 +84,10 @@ class Checkpointer:
           "command again"
         ) from error
       except Exception as error:  # orbax raises many kinds; any of them means "not this one"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = _first_line(error)
       if processes.all_agree(reason is None):
         return restored["state"], restored["record"]
-      self._damaged.add(step)
-      reason = reason or "another process cannot load it"
-      if processes.is_first():
-        print(f"checkpoint {step} in {self.directory} does not load, skipping it: {reason}")
+      self._skip(step, reason or "another process cannot load it")
     if steps:
       raise TrainingError(
         f"none of the checkpoints {steps} in {self.directory} loads; restore one from a copy, or "
@@ -116,8 +113,8 @@ class Checkpointer:
       try:
         items = ocp.args.Composite(record=ocp.args.JsonRestore())
         return self._manager.restore(step, args=items)["record"]
-      except Exception:  # orbax raises many kinds; any of them means "not this one"
-        self._damaged.add(step)
+      except Exception as error:  # orbax raises many kinds; any of them means "not this one"
+        self._skip(step, _first_line(error))
     return None
 
   def wait(self) -> None:
@@ -134,6 +131,11 @@ class Checkpointer:
       self.wait()
     finally:
       self._manager.close()
+
+  def _skip(self, step, reason):
+    self._damaged.add(step)
+    if processes.is_first():
+      print(f"checkpoint {step} in {self.directory} does not load, skipping it: {reason}")
 
   def _move_damaged_aside(self):
     if not self._damaged:
@@ -155,3 +157,7 @@ class Checkpointer:
         f"saving a checkpoint in {self.directory} failed: {error}; make room or mend the disk, "
         "then run the same command again"
       ) from error
+
+
+def _first_line(error):
+  return (str(error).strip() or type(error).__name__).splitlines()[0]

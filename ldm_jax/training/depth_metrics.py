@@ -96,7 +96,7 @@ def make_depth_step(config: Config) -> Callable[[TrainState, Batch], DepthSums]:
 
   def depth_step(state: TrainState, batch: Batch) -> DepthSums:
     parts = config.train.accumulate
-    keys = dropout_keys(config, state.step) if config.model.dropout else None
+    keys = dropout_keys(config, state.step)
     sums = sum_over_parts(lambda part: part_sums(state.params, *part), (batch, keys), parts)
     means = jax.tree.map(lambda x: x / parts, (sums.streams, sums.outputs))
     return DepthSums(*means, sums.gradients, sums.tokens)

@@ -1,53 +1,37 @@
 """The training loop: dispatch step n, then report step n − 1, so the device never waits."""
 
 import contextlib
-import dataclasses
 import functools
-import math
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ldm_jax import processes
 from ldm_jax.config import Config, to_json
-from ldm_jax.data import ByteTokenizer, Dataset, load_dataset
-from ldm_jax.errors import DivergedError, InputError
-from ldm_jax.model import mixer_parameter_count, parameter_count
+from ldm_jax.data import ByteTokenizer
+from ldm_jax.errors import DivergedError
 from ldm_jax.sampling import sample
 from ldm_jax.sharding import check_divisible, make_mesh
-from ldm_jax.sharding_report import sharding_lines
-from ldm_jax.training.checkpoint import Checkpointer
 from ldm_jax.training.depth_metrics import compile_depth_step, depth_values
 from ldm_jax.training.evaluation import evaluate
-from ldm_jax.training.flops import (
-  mesh_peak_flops,
-  mfu,
-  mixer_flops_per_token,
-  model_flops_per_token,
-)
-from ldm_jax.training.metrics import MetricsWriter, Progress, Throughput, batch_hash
+from ldm_jax.training.flops import mesh_peak_flops, mfu, model_flops_per_token
+from ldm_jax.training.metrics import Throughput, batch_hash
 from ldm_jax.training.optimizer import learning_rate_schedule
-from ldm_jax.training.profile import ProfileWindow
+from ldm_jax.training.run import Run, open_run
 from ldm_jax.training.signals import STOPPED_EXIT_CODE, StopRequest
 from ldm_jax.training.step import (
-  TrainState,
-  abstract_state,
   compile_train_step,
   compiler_options,
-  init_state,
   make_eval_step,
   make_model,
   put_batch,
 )
-from ldm_jax.training.workdir import open_workdir, save_config, without_local_settings
-from ldm_jax.typing import PathLike, PyTree
+from ldm_jax.training.workdir import without_local_settings
+from ldm_jax.typing import PathLike
 
 _SAMPLE_PROMPT = "def "
 
@@ -69,13 +53,10 @@ def train(config: Config, workdir: PathLike) -> int:
     processes.check_agreement("configuration", to_json(without_local_settings(config)))
     mesh = make_mesh(config.mesh)
     check_divisible(config, mesh)
-    own_part = processes.own_rows(mesh, config.data.batch_size)
-    run = _open_run(config, workdir, mesh, own_part)
-    try:
-      with jax.set_mesh(mesh):
-        finished = _train_steps(run, stop)
-    finally:
-      run.close()
+    run = open_run(config, workdir, mesh)
+    # Closing waits for the other processes, so an error has to end this one before that.
+    with contextlib.closing(run), processes.failing_at_once(), jax.set_mesh(mesh):
+      finished = _train_steps(run, stop)
     if not finished:
       run.progress.say(
         f"stopped by {stop.signal.name} after step {int(run.state.step)}, state saved in "
@@ -87,157 +68,7 @@ def train(config: Config, workdir: PathLike) -> int:
   return 0
 
 
-@dataclasses.dataclass
-class _Run:
-  """What the loop works on."""
-
-  config: Config
-  mesh: Mesh
-  dataset: Dataset
-  checkpointer: Checkpointer
-  best: Checkpointer | None
-  writer: MetricsWriter
-  progress: Progress
-  state: TrainState
-  tokens: int
-  workdir: Path
-  own_part: tuple[int, int]
-  profile: ProfileWindow
-
-  def save(self):
-    """Starts a checkpoint of the current state, which must be finite."""
-    if not _all_finite(self.state):
-      raise DivergedError(
-        f"step {int(self.state.step)} left parameters or moments that are not finite; not saved. "
-        + _last_good(self)
-      )
-    self.checkpointer.save(self.state, self._record())
-
-  def save_if_best(self, loss):
-    """Saves in best/ if no evaluation had a lower loss; durable before the loss is on record."""
-    if self.best is None or not math.isfinite(loss):
-      return
-    before = self.best.newest_record()
-    if before is None or loss < before["loss"]:
-      measure = {"loss": loss, "eval_batches": self.config.train.eval_batches}
-      self.best.replace(self.state, self._record() | measure)
-
-  def _record(self):
-    return {"tokens": self.tokens, "data_fingerprint": self.dataset.fingerprint}
-
-  def close(self):
-    with contextlib.ExitStack() as stack:  # each is closed even if another fails
-      for part in (self.checkpointer, self.best, self.writer, self.progress):
-        if part is not None:
-          stack.callback(part.close)
-      stack.callback(self.profile.end)
-
-
-def _open_run(config, workdir, mesh, own_part):
-  """Everything up to the first compilation: workdir, data, fresh or restored state."""
-  workdir = Path(workdir)
-  resuming = (workdir / "checkpoints").is_dir() and any((workdir / "checkpoints").iterdir())
-  notes = open_workdir(workdir, config, resuming)
-  processes.check_shared(workdir)
-  dataset = load_dataset(config)
-  processes.check_agreement("data set", dataset.fingerprint)
-  checkpointer = Checkpointer(workdir, config.train.keep)
-  restored = bool(checkpointer.steps())
-  best = _open_best(workdir, config, restored) if config.train.keep_best else None
-  if not restored:
-    state, record = init_state(config, mesh), {"tokens": 0}
-  else:
-    state, record = checkpointer.restore_newest(abstract_state(config, mesh))
-    if record["data_fingerprint"] != dataset.fingerprint:
-      raise InputError(
-        f"{workdir} was trained on other data (fingerprint {record['data_fingerprint']}, now "
-        f"{dataset.fingerprint}): run it with the same data and Python version, or choose another "
-        "--workdir"
-      )
-  step = int(state.step)
-  if step > config.train.steps:
-    raise InputError(
-      f"{workdir} is already at step {step}, beyond train.steps = {config.train.steps}; raise "
-      "train.steps or choose another --workdir"
-    )
-  save_config(workdir, config)
-  progress = Progress(config.train.steps, step)
-  for line in (*notes, *_summary(config, mesh, dataset, state)):
-    progress.say(line)
-  if restored:
-    progress.say(f"resuming {workdir} after step {step}")
-  profile = ProfileWindow(
-    workdir / "profile", config.train.profile_start, config.train.profile_steps
-  )
-  if profile.missed(step):
-    progress.say(f"no profile: step {step} is beyond train.profile_start")
-  writer = MetricsWriter(workdir, step)
-  return _Run(
-    config,
-    mesh,
-    dataset,
-    checkpointer,
-    best,
-    writer,
-    progress,
-    state,
-    record["tokens"],
-    workdir,
-    own_part,
-    profile,
-  )
-
-
-def _open_best(workdir, config, restored):
-  best = Checkpointer(workdir, 1, "best")
-  record = best.newest_record()
-  if record is not None and not restored:
-    raise InputError(
-      f"{best.directory} holds the best state of a run whose checkpoints are gone; move it away, "
-      "or choose another --workdir"
-    )
-  if record is not None and record["eval_batches"] != config.train.eval_batches:
-    raise InputError(
-      f"the loss of {best.directory} was measured with train.eval_batches = "
-      f"{record['eval_batches']}, now {config.train.eval_batches}; set it back, or move it "
-      "away"
-    )
-  return best
-
-
-def _summary(config, mesh, dataset, state):
-  model, rows = config.model, dataset.train_rows
-  epochs = config.train.steps * config.data.batch_size / len(rows)
-  shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
-  total, extra = parameter_count(state.params), mixer_parameter_count(state.params)
-  overhead = f" (mixers {extra:,}, {extra / (total - extra):.2%} over preln)" if extra else ""
-  yield (
-    f"model: {model.mixer.kind}, {total:,} parameters{overhead}, "
-    f"{model.blocks} blocks of width {model.width}"
-  )
-  yield (
-    f"data: {config.data.source}, {rows.pairs:,} training and {dataset.held_out_rows.pairs:,} "
-    f"held-out tokens; {config.train.steps} steps are {epochs:.2f} epochs"
-  )
-  yield f"devices: {mesh.size} x {mesh.devices.flat[0].device_kind}" + (
-    f" ({shape})" if shape else ""
-  )
-  yield _work(config, mesh)
-  if mesh.size > 1:
-    yield from sharding_lines(state.params, state.optimizer_state)
-
-
-def _work(config, mesh):
-  """FLOPs of a token, and whether the run can say what share of the hardware's peak they are."""
-  flops = model_flops_per_token(config.model, config.data.sequence_length)
-  extra = mixer_flops_per_token(config.model)
-  mixers = f", mixers {extra / 1e6:,.2f} more ({extra / flops:.2%})" if extra else ""
-  peak, kind = mesh_peak_flops(mesh), mesh.devices.flat[0].device_kind
-  share = f"n/a (no peak known for {kind})" if peak is None else f"of {peak / 1e12:,.4g} TFLOP/s"
-  return f"work: {flops / 1e6:,.2f} MFLOP to train a token{mixers}; MFU {share}"
-
-
-def _train_steps(run: _Run, stop: StopRequest) -> bool:
+def _train_steps(run: Run, stop: StopRequest) -> bool:
   """Runs the remaining steps; returns whether all are done (False: stopped and saved)."""
   config, first = run.config.train, int(run.state.step)
   eval_step = jax.jit(
@@ -283,13 +114,12 @@ def _train_steps(run: _Run, stop: StopRequest) -> bool:
       if not (evaluating or stop or _due(done, config.checkpoint_every, config.steps)):
         continue
       _report(run, throughput, *pending)
-      pending, since = None, time.perf_counter()
-      run.save()
-      _evaluate_if_due(run, done, eval_step, stop)
+      pending = None
+      with _outside_training(run, throughput):
+        run.save()
+        _evaluate_if_due(run, done, eval_step, stop)
       if stop:
         break
-      throughput.skip(time.perf_counter() - since)
-      run.progress.skip(time.perf_counter() - since)
   return _has_evaluation(run, config.steps)
 
 
@@ -297,7 +127,7 @@ def _due(step, every, last):
   return step > 0 and (step % every == 0 or step == last)
 
 
-def _compile(run: _Run, what: str, compile_for: Callable) -> jax.stages.Compiled:
+def _compile(run: Run, what: str, compile_for: Callable) -> jax.stages.Compiled:
   """Calls `compile_for(batch)` and says how long it took."""
   start = time.perf_counter()
   rows = run.dataset.train_batch(0, *run.own_part)
@@ -354,7 +184,7 @@ def _check_finite(run, step, metrics):
   ]
   raise DivergedError(
     f"step {step}: loss {metrics.loss}, gradient norm {metrics.grad_norm}; "
-    f"{_first_bad(names, metrics)}. {_last_good(run)}"
+    f"{_first_bad(names, metrics)}. {run.last_good()}"
   )
 
 
@@ -373,16 +203,6 @@ def _first_bad(names, metrics):
 def _in_model_order(name):
   """Sorts block_2 before block_10."""
   return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
-
-
-def _last_good(run):
-  run.checkpointer.wait()
-  steps = run.checkpointer.steps()
-  kept = f"The last good checkpoint is step {steps[-1]}" if steps else "No checkpoint was saved yet"
-  return (
-    f"{kept} in {run.workdir}. Lower optimizer.learning_rate or optimizer.clip_norm, or raise "
-    "optimizer.warmup_steps, in a new workdir"
-  )
 
 
 def _evaluate_if_due(run, step, eval_step, stop):
@@ -411,13 +231,7 @@ def _has_evaluation(run, step):
   return processes.ask_first(run.writer.has(step, "eval"))
 
 
-@functools.partial(jax.jit, out_shardings=PartitionSpec())
-def _all_finite(tree: PyTree) -> Any:
-  floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-  return jnp.stack([jnp.isfinite(leaf).all() for leaf in floats]).all()
-
-
-def _show_sample(run: _Run) -> None:
+def _show_sample(run: Run) -> None:
   length = run.config.train.sample_tokens
   if not length or run.dataset.tokenizer is None:
     return

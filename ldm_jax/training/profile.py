@@ -4,6 +4,7 @@ from pathlib import Path
 
 import jax
 
+from ldm_jax import processes
 from ldm_jax.errors import TrainingError
 from ldm_jax.typing import PathLike
 
@@ -20,7 +21,7 @@ class ProfileWindow:
     """Nothing is traced, and no folder made, before `begin`; never where `steps` is 0."""
     self._folder = Path(folder)
     self._start, self._end = start, start + steps
-    self._wanted = steps > 0 and jax.process_index() == 0
+    self._wanted = steps > 0 and processes.is_first()
     self._tracing = False
 
   def begins_after(self, done: int) -> bool:

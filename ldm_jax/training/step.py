@@ -140,7 +140,7 @@ def make_train_step(
     return sum_over_parts(lambda part: gradient(params, part), (batch, keys), parts)
 
   def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-    keys = dropout_keys(config, state.step) if config.model.dropout else None
+    keys = dropout_keys(config, state.step)
     gradient_sums, sums = accumulate(state.params, batch, keys)
     tokens = jnp.maximum(sums.tokens, 1).astype(jnp.float32)
     grads = jax.tree.map(lambda g: g / tokens, gradient_sums)
@@ -160,11 +160,15 @@ def make_train_step(
   return train_step
 
 
-def dropout_keys(config: Config, step: jax.Array) -> Key[Array, " B"]:
+def dropout_keys(config: Config, step: jax.Array) -> Key[Array, " B"] | None:
   """The random key of each row of the global batch of a step, from (train.seed, step, row).
+
+  None without dropout.
 
   Nothing random is carried from step to step, so there is nothing that a resume could lose.
   """
+  if not config.model.dropout:
+    return None
   seeded = jax.random.fold_in(jax.random.key(config.train.seed), _DROPOUT)
   rows = jnp.arange(config.data.batch_size)
   return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(seeded, step), rows)

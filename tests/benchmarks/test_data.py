@@ -6,17 +6,13 @@ import sys
 import pytest
 
 from ldm_jax.benchmarks import data
-from ldm_jax.config import to_json
 from ldm_jax.errors import InputError
-from tests.rig import tiny_config, with_model
+from tests.rig import tiny_config, with_model, write_config
 
 
 def test_the_data_command_reports_every_source(monkeypatch, capsys, tmp_path):
   config = with_model(tiny_config("preln"), blocks=1)
-  (tmp_path / "config.py").write_text(
-    "from ldm_jax.config import from_json\n"
-    f"def get_config():\n  return from_json({to_json(config)!r})\n"
-  )
+  write_config(tmp_path, config)
   command = ["data", "--config", str(tmp_path / "config.py"), "--seconds", "0.05", "--json"]
   monkeypatch.setattr(sys, "argv", [*command, "--rounds", "1"])
   assert data.main() == 0

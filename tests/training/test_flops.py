@@ -10,7 +10,7 @@ import pytest
 from ldm_jax.config import MeshConfig
 from ldm_jax.data.packing import Batch
 from ldm_jax.sharding import make_mesh
-from ldm_jax.training import loop
+from ldm_jax.training import run
 from ldm_jax.training.flops import (
   mesh_peak_flops,
   mfu,
@@ -108,10 +108,10 @@ def test_peaks_of_known_devices_and_none_for_others():
 def test_the_summary_says_once_what_mfu_is_a_share_of(monkeypatch):
   config, mesh = tiny_config(), make_mesh(MeshConfig())
   work = "work: 0.20 MFLOP to train a token, mixers 0.03 more (16.39%); MFU "
-  assert loop._work(config, mesh) == work + "n/a (no peak known for cpu)"
-  monkeypatch.setattr(loop, "mesh_peak_flops", lambda mesh: 8 * 197e12)
-  assert loop._work(config, mesh) == work + "of 1,576 TFLOP/s"
-  assert "mixers" not in loop._work(tiny_config("preln"), mesh)
+  assert run._work(config, mesh) == work + "n/a (no peak known for cpu)"
+  monkeypatch.setattr(run, "mesh_peak_flops", lambda mesh: 8 * 197e12)
+  assert run._work(config, mesh) == work + "of 1,576 TFLOP/s"
+  assert "mixers" not in run._work(tiny_config("preln"), mesh)
 
 
 def test_the_progress_line_shows_the_share(capsys):

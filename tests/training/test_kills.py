@@ -11,9 +11,9 @@ import time
 import chex
 import pytest
 
-from ldm_jax.config import DataConfig, to_json
+from ldm_jax.config import DataConfig
 from ldm_jax.data.prepare import main as prepare
-from tests.rig import ROOT, final_state, tiny_config, trace, with_model
+from tests.rig import ROOT, final_state, tiny_config, trace, with_model, write_config
 
 STEPS = 150
 
@@ -32,10 +32,7 @@ def straight(tmp_path_factory):
   config = with_model(config, dropout=0.1, blocks=1)
   data = DataConfig(source="prepared", path=f"{folder}/data", sequence_length=32, batch_size=8)
   config = dataclasses.replace(config, data=data)
-  (folder / "config.py").write_text(
-    "from ldm_jax.config import from_json\n"
-    f"def get_config():\n  return from_json({to_json(config)!r})\n"
-  )
+  write_config(folder, config)
   assert run_until_done(folder, folder / "run", []) == [0]
   return folder, config
 

@@ -20,7 +20,7 @@ from ldm_jax.data import load_dataset
 from ldm_jax.environment import compilation_cache
 from ldm_jax.errors import InputError, TrainingError
 from ldm_jax.sharding import make_mesh
-from ldm_jax.training import loop
+from ldm_jax.training import loop, run
 from ldm_jax.training.checkpoint import Checkpointer
 from ldm_jax.training.flops import model_flops_per_token
 from ldm_jax.training.metrics import MetricsWriter
@@ -31,7 +31,7 @@ from ldm_jax.training.step import (
   init_state,
   put_batch,
 )
-from tests.rig import ROOT, final_state, signal_at, tiny_config, trace, with_model
+from tests.rig import ROOT, final_state, signal_at, tiny_config, trace, with_model, write_config
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -238,9 +238,9 @@ def test_other_settings_are_refused_by_name(straight, capsys):
 
 def test_other_data_are_refused(straight, monkeypatch):
   config, workdir = straight
-  load = loop.load_dataset
+  load = run.load_dataset
   monkeypatch.setattr(
-    loop, "load_dataset", lambda config: dataclasses.replace(load(config), fingerprint="other")
+    run, "load_dataset", lambda config: dataclasses.replace(load(config), fingerprint="other")
   )
   with pytest.raises(InputError, match="was trained on other data"):
     loop.train(config, workdir)
@@ -266,7 +266,7 @@ def test_the_first_bad_leaf_is_the_one_that_was_poisoned(tmp_path, monkeypatch):
     state.params["block_1"]["mlp"]["up"]["kernel"] = kernel.at[0, 0].set(jnp.nan)
     return state
 
-  monkeypatch.setattr(loop, "init_state", poisoned)
+  monkeypatch.setattr(run, "init_state", poisoned)
   message = r"step 1: loss nan.*parameter that is not finite: block_1/mlp/up/kernel \(1 are not\)"
   with pytest.raises(TrainingError, match=message + ".*No checkpoint was saved yet"):
     loop.train(tiny_config("preln"), tmp_path)
@@ -375,10 +375,7 @@ def test_a_restored_state_is_donated_as_a_fresh_one(straight, tmp_path):
 @pytest.mark.slow  # test_kills has shorter real processes
 def test_the_command_survives_a_real_interrupt(tmp_path):
   """The process gets SIGINT while it trains; the same command ends the run."""
-  (tmp_path / "config.py").write_text(
-    "from ldm_jax.config import from_json\n"
-    f"def get_config():\n  return from_json({to_json(tiny_config('preln', steps=400))!r})\n"
-  )
+  write_config(tmp_path, tiny_config("preln", steps=400))
   workdir = tmp_path / "run"
   environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
   command = [sys.executable, ROOT / "train.py", "--config", tmp_path / "config.py"]

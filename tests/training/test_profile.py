@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from ldm_jax.errors import TrainingError
-from ldm_jax.training import loop
 from ldm_jax.training.profile import ProfileWindow
+from ldm_jax.training.run import Run
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_run_that_ends_inside_the_window_writes_its_trace(calls, tmp_path):
   fine, broken = SimpleNamespace(close=lambda: None), SimpleNamespace(close=fail)
   run = SimpleNamespace(checkpointer=broken, best=None, writer=fine, progress=fine, profile=window)
   with pytest.raises(OSError, match="disk"):
-    loop._Run.close(run)
+    Run.close(run)
   assert calls == [str(tmp_path), "stop"]
   window.end()
   assert len(calls) == 2
