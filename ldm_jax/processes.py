@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 import numpy as np
@@ -114,14 +115,19 @@ def failing_at_once() -> Iterator[None]:
   except Exception as error:
     if jax.process_count() == 1:
       raise
-    code = 1
-    if isinstance(error, InputError | TrainingError):
-      code = report(error)
-    else:
-      traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    end_at_once(error)
+
+
+def end_at_once(error: Exception) -> NoReturn:
+  """Prints an error and ends the process without closing anything, from whatever thread."""
+  code = 1
+  if isinstance(error, InputError | TrainingError):
+    code = report(error)
+  else:
+    traceback.print_exception(error)
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(code)
 
 
 def check_shared(folder: Path) -> None:
