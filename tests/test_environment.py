@@ -91,4 +91,5 @@ def test_the_program_is_told_by_its_sources(monkeypatch, tmp_path):
 
 def test_a_run_may_resume_on_another_platform(tmp_path):
   save_config(tmp_path, tiny_config())
-  assert open_workdir(tmp_path, tiny_config(platform="cpu"), resuming=True) == []
+  (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+  assert open_workdir(tmp_path, tiny_config(platform="cpu")) == []
