@@ -363,6 +363,8 @@ def main() -> int:
   check_platform()
   comparison = load_comparison(arguments.config)
   out = arguments.out or Path("runs") / arguments.config.stem
+  if str(out).startswith("gs:"):
+    raise InputError(f"--out {arguments.out}: comparisons are kept on disks, not in buckets")
   if not arguments.json:
     return compare(comparison, out)[0]
   with contextlib.redirect_stdout(sys.stderr):
