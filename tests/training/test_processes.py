@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from ldm_jax import processes
+from ldm_jax import joining, processes
 from ldm_jax.config import MeshConfig, to_json
 from ldm_jax.data import load_dataset
 from ldm_jax.environment import source_digest
@@ -28,15 +28,15 @@ from tests.rig import ROOT, final_state, refusal, tiny_config, trace, with_model
 CHILD = """
 import contextlib, os, resource, signal, sys, time
 import numpy as np
-from ldm_jax import processes
+from ldm_jax import joining
 from ldm_jax.command_line import run_command
 from ldm_jax.config import from_json
 from ldm_jax.data import Dataset
 from ldm_jax.training.loop import train
 
 config, workdir, rows, heartbeat, event, at = sys.argv[1:]
-processes._HEARTBEAT_SECONDS = int(heartbeat)
-processes.join()
+joining._HEARTBEAT_SECONDS = int(heartbeat)
+joining.join()
 original = Dataset.train_batches
 
 def happen():
@@ -98,7 +98,7 @@ def start_all(
     arguments += [event if number == to else "", at]
     running.append(
       subprocess.Popen(
-        [sys.executable, "-c", CHILD, *map(str, arguments)],
+        [sys.executable, "-P", "-c", CHILD, *map(str, arguments)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -213,7 +213,7 @@ def test_a_damaged_checkpoint_is_skipped_by_all_or_ends_all(whose, tmp_path):
 def test_if_one_of_four_goes_the_others_end_within_a_minute(event, to, tmp_path):
   config = run_config()
   codes, outputs = start_all(
-    tmp_path, config, count=4, event=event, at=3, to=to, heartbeat=processes._HEARTBEAT_SECONDS
+    tmp_path, config, count=4, event=event, at=3, to=to, heartbeat=joining._HEARTBEAT_SECONDS
   )
   assert 0 not in codes, outputs
   assert time.time() - (tmp_path / "rows" / "event").stat().st_mtime < 60
@@ -294,7 +294,7 @@ def test_a_command_for_one_process_is_refused_as_one_of_several(monkeypatch):
 
 
 def set_variables(monkeypatch, *values):
-  for name, value in zip(processes._VARIABLES, values, strict=True):
+  for name, value in zip(joining._VARIABLES, values, strict=True):
     if value is not None:
       monkeypatch.setenv(name, value)
 
@@ -302,7 +302,7 @@ def set_variables(monkeypatch, *values):
 def test_a_process_that_nobody_joins_ends_with_one_line():
   address = f"127.0.0.1:{free_port()}"
   alone = subprocess.run(
-    [sys.executable, "-c", "from ldm_jax import processes; processes.join(patience=3)"],
+    [sys.executable, "-c", "from ldm_jax import joining; joining.join(patience=3)"],
     env={
       **os.environ,
       "PYTHONPATH": str(ROOT),
@@ -325,10 +325,10 @@ def test_a_process_that_nobody_joins_ends_with_one_line():
 def test_on_a_tpu_vm_processes_join_without_settings(monkeypatch):
   calls = []
   monkeypatch.setattr(jax.distributed, "initialize", lambda **settings: calls.append(settings))
-  processes.join()
+  joining.join()
   assert not calls
-  monkeypatch.setattr(processes, "_on_tpu_vm", lambda: True)
-  processes.join()
+  monkeypatch.setattr(joining, "_on_tpu_vm", lambda: True)
+  joining.join()
   assert [set(call) for call in calls] == [{"initialization_timeout", "heartbeat_timeout_seconds"}]
 
 
@@ -342,9 +342,9 @@ def test_a_tpu_vm_that_cannot_join_says_so_in_one_line(error, monkeypatch):
     raise error
 
   monkeypatch.setattr(jax.distributed, "initialize", fail)
-  monkeypatch.setattr(processes, "_on_tpu_vm", lambda: True)
+  monkeypatch.setattr(joining, "_on_tpu_vm", lambda: True)
   with pytest.raises(InputError, match="cannot join the other hosts of this TPU slice: ") as raised:
-    processes.join()
+    joining.join()
   assert str(error).splitlines()[0] in str(raised.value)
   assert "\n" not in str(raised.value)
 
@@ -368,4 +368,4 @@ def test_one_process_loads_everything(mesh):
 def test_half_a_set_of_process_settings_is_refused(values, message, monkeypatch):
   set_variables(monkeypatch, *values)
   with pytest.raises(InputError, match=message):
-    processes.join()
+    joining.join()
