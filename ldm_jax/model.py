@@ -5,6 +5,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Key
 
 from ldm_jax.config import ModelConfig
@@ -12,10 +13,15 @@ from ldm_jax.layers import Attention, Embedder, SwiGLU, dropout, rms_norm
 from ldm_jax.mixers import make_mixer
 from ldm_jax.typing import Dtype, PyTree, TokensBT
 
-_REMAT_POLICIES = {
-  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-  "full": jax.checkpoint_policies.nothing_saveable,
-}
+_OUTPUT = "sublayer_output"
+
+
+def _remat_policy(remat, mixer):
+  if remat == "dots":
+    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+  if mixer.write_gradient_needs_output:
+    return jax.checkpoint_policies.save_only_these_names(_OUTPUT)
+  return jax.checkpoint_policies.nothing_saveable
 
 
 class Block(nn.Module):
@@ -51,7 +57,8 @@ class Block(nn.Module):
     ]
 
     def drop(v, side):
-      return dropout(v, config.dropout, dropout_keys, 2 * self.index + side + 1)
+      v = dropout(v, config.dropout, dropout_keys, 2 * self.index + side + 1)
+      return checkpoint_name(v, _OUTPUT)
 
     streams = mixers[0](streams, lambda h: drop(attention(norms[0](h), positions, segment_ids), 0))
     return mixers[1](streams, lambda h: drop(mlp(norms[1](h)), 1))
@@ -64,7 +71,8 @@ class TransformerLM(nn.Module):
     config: shape of the network and choice of mixer.
     dtype: dtype of activations and matrix products.  Parameters are float32.
     remat: what each block recomputes in the backward pass: "none" keeps everything, "dots" keeps
-      the outputs of weight products, "full" keeps only the streams between blocks.
+      the outputs of weight products, "full" keeps only the streams between blocks and, where the
+      gradient of the mixer's write needs them, the outputs of its two sublayers.
   """
 
   config: ModelConfig
@@ -109,15 +117,15 @@ class TransformerLM(nn.Module):
     embeddings = dropout(embedder.encode(tokens), config.dropout, dropout_keys, 0)
     streams = output_mixer.init_streams(embeddings)
     for index in range(config.blocks):
-      block = self._block_class()(config, index, self.dtype, name=f"block_{index}")
+      block = self._block_class(output_mixer)(config, index, self.dtype, name=f"block_{index}")
       streams = block(streams, positions, segment_ids, dropout_keys)
     x = output_mixer.read(streams)
     return embedder.decode(rms_norm(self.dtype, "final_norm")(x))
 
-  def _block_class(self):
+  def _block_class(self, mixer):
     if self.remat == "none":
       return Block
-    return nn.remat(Block, policy=_REMAT_POLICIES[self.remat])
+    return nn.remat(Block, policy=_remat_policy(self.remat, mixer))
 
 
 def parameter_count(params: PyTree) -> int:
