@@ -74,7 +74,7 @@ def _train_steps(run: Run, stop: StopRequest) -> bool:
   eval_step = jax.jit(
     make_eval_step(run.config),
     out_shardings=NamedSharding(run.mesh, PartitionSpec()),
-    compiler_options=compiler_options(),
+    compiler_options=compiler_options(run.mesh),
   )
   _evaluate_if_due(run, first, eval_step, stop)
   if first == config.steps:
