@@ -32,13 +32,14 @@ from typing import Any
 import jax
 import tqdm
 
+from ldm_jax import processes
 from ldm_jax.benchmarks.steps import StepTimer
 from ldm_jax.command_line import CONFIGS, run_command
 from ldm_jax.comparison import Comparison, Run, load_comparison, naming
 from ldm_jax.comparison_report import draw_plot, markdown_table, missing_runs, summarise
 from ldm_jax.config import flatten, from_json
 from ldm_jax.data import load_dataset
-from ldm_jax.environment import compilation_cache, environment
+from ldm_jax.environment import check_platform, compilation_cache, environment
 from ldm_jax.errors import DivergedError, InputError, TrainingError
 from ldm_jax.files import write_atomically
 from ldm_jax.model import parameter_count
@@ -358,6 +359,8 @@ def _time_left(results):
 def main() -> int:
   """Parses the command line, runs the comparison, and returns the exit code."""
   arguments = _parse()
+  processes.alone()
+  check_platform()
   comparison = load_comparison(arguments.config)
   out = arguments.out or Path("runs") / arguments.config.stem
   if not arguments.json:

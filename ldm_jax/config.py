@@ -192,6 +192,8 @@ class TrainConfig:
   """Initial weights and dropout."""
   sample_tokens: int = 200
   """Length of the text sample at the end; 0 for none."""
+  platform: Literal["any", "cpu", "gpu", "tpu"] = "any"
+  """What the run must find to run on; "any" refuses only a TPU that JAX leaves unused."""
 
 
 @dataclasses.dataclass(frozen=True)

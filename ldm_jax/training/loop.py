@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ldm_jax import processes
 from ldm_jax.config import Config, to_json
 from ldm_jax.data import ByteTokenizer
+from ldm_jax.environment import check_platform
 from ldm_jax.errors import DivergedError
 from ldm_jax.sampling import sample
 from ldm_jax.sharding import check_divisible, make_mesh
@@ -50,6 +51,8 @@ def train(config: Config, workdir: PathLike) -> int:
   """
   with processes.failing_at_once(), StopRequest() as stop:
     config.validate()
+    check_platform(config.train.platform)
+    processes.check_program()
     processes.check_agreement("configuration", to_json(without_local_settings(config)))
     mesh = make_mesh(config.mesh)
     check_divisible(config, mesh)

@@ -25,6 +25,7 @@ _FREE = {
   "train.profile_steps",
   "train.keep",
   "train.keep_best",
+  "train.platform",
   "train.accumulate",
   "train.remat",
   "train.sample_tokens",
