@@ -140,7 +140,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
   return Mesh(arranged, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def arrange_devices(shape: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
+def arrange_devices(shape: Sequence[int], devices: Sequence[jax.Device | Any]) -> np.ndarray:
   """Lays devices out so that neighbours in the mesh are neighbours in the hardware.
 
   TPU slices (pods that only a data-centre network joins) are laid along the data axis, which they

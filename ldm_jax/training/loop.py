@@ -96,9 +96,9 @@ def _train_steps(run: Run, stop: StopRequest) -> bool:
     compile_for = functools.partial(compile_depth_step, run.config, run.mesh, run.state)
     depth_step = _compile(run, "depth metrics", compile_for)
   throughput, pending = Throughput(), None
-  with run.dataset.train_batches(first, config.steps, *run.own_part) as batches:
+  with run.dataset.train_batches(first, config.steps, run.own_rows) as batches:
     for done, rows in zip(range(first + 1, config.steps + 1), batches, strict=True):
-      batch, depth = put_batch(run.mesh, rows, *run.own_part), None
+      batch, depth = _put(run, rows), None
       if run.profile.begins_after(done - 1):
         with _outside_training(run, throughput):
           run.profile.begin()
@@ -133,11 +133,14 @@ def _due(step, every, last):
 def _compile(run: Run, what: str, compile_for: Callable) -> jax.stages.Compiled:
   """Calls `compile_for(batch)` and says how long it took."""
   start = time.perf_counter()
-  rows = run.dataset.train_batch(0, *run.own_part)
-  compiled = compile_for(put_batch(run.mesh, rows, *run.own_part))
+  compiled = compile_for(_put(run, run.dataset.train_batch(0, run.own_rows)))
   run.progress.say(f"compiled the {what} in {time.perf_counter() - start:.1f} s")
   run.progress.skip(time.perf_counter() - start)
   return compiled
+
+
+def _put(run, rows):
+  return put_batch(run.mesh, rows, run.own_rows, run.config.data.batch_size)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """One optimizer step and one evaluation step, as pure functions to compile."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -174,24 +174,27 @@ def dropout_keys(config: Config, step: jax.Array) -> Key[Array, " B"] | None:
   return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(seeded, step), rows)
 
 
-def put_batch(mesh: Mesh, batch: Batch, part: int = 0, parts: int = 1) -> Batch:
+def put_batch(
+  mesh: Mesh, batch: Batch, rows: Sequence[int] | None = None, batch_size: int | None = None
+) -> Batch:
   """Moves a batch to the devices, split by `RULES`.
 
   Args:
     mesh: the devices.
-    batch: rows [B / parts, T], of which there must be all that this process's devices hold.
-    part: which of `parts` equal, contiguous parts of the batch [B, T] the rows are; see
-      `processes.own_rows`.
-    parts: parts.
+    batch: rows of a batch [B, T], of which there must be all that this process's devices hold.
+    rows: their numbers in it, see `processes.own_rows`; None if they are all there is.
+    batch_size: B, if `rows` is given.
   """
+  rows = range(len(batch.tokens)) if rows is None else rows
+  place = {row: number for number, row in enumerate(rows)}
   sharding = NamedSharding(mesh, partition_spec(("batch", "sequence")))
 
   def put(local):
     def shard(index):
-      rows = range(*index[0].indices(shape[0]))
-      return local[rows.start - first : rows.stop - first, index[1]]
+      wanted = [place[row] for row in range(*index[0].indices(shape[0]))]
+      return local[wanted, index[1]]
 
-    shape, first = (len(local) * parts, *local.shape[1:]), len(local) * part
+    shape = (batch_size or len(local), *local.shape[1:])
     return jax.make_array_from_callback(shape, sharding, shard)
 
   return jax.tree.map(put, batch)

@@ -29,7 +29,9 @@ def start(config, sizes):
 def run(config, sizes):
   """Initial weights, gradient of the first step, losses, and shardings at the start and step 5."""
   mesh, state = start(config, sizes)
-  batches = [put_batch(mesh, random_batch(seed, real=[32, 1, 5, 32, 8, 0, 3, 1])) for seed in (0, 1)]
+  batches = [
+    put_batch(mesh, random_batch(seed, real=[32, 1, 5, 32, 8, 0, 3, 1])) for seed in (0, 1)
+  ]
   weights, losses, shardings = jax.device_get(state.params), [], []
   with jax.set_mesh(mesh):
     step = compile_train_step(config, state, batches[0])
@@ -76,6 +78,15 @@ def test_a_run_on_a_mesh_is_the_run_on_one_device(name, sizes, alone):
   ):
     error = np.linalg.norm(leaf - expected) / max(np.linalg.norm(expected), 1e-7)
     assert error < 1e-5, (jax.tree_util.keystr(path), error)
+
+
+def test_a_process_may_hold_any_rows_in_any_order():
+  mesh, batch, order = mesh_of((2, 2, 1, 2)), random_batch(), [6, 7, 2, 3, 0, 1, 4, 5]
+  shuffled = jax.tree.map(lambda array: array[order], batch)
+  put, expected = put_batch(mesh, shuffled, order, 8), put_batch(mesh, batch)
+  for left, right in zip(put, expected, strict=True):
+    np.testing.assert_array_equal(left, right)
+    assert left.sharding == right.sharding
 
 
 @pytest.fixture(scope="module")
