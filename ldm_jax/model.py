@@ -5,15 +5,21 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Key
 
-from ldm_jax.config import ModelConfig
+from ldm_jax.config import Config, ModelConfig
 from ldm_jax.layers import Attention, Embedder, SwiGLU, dropout, rms_norm
 from ldm_jax.mixers import make_mixer
+from ldm_jax.ops.attention import SPLASH_RESIDUALS, check_splash
 from ldm_jax.typing import Dtype, PyTree, TokensBT
 
 _REMAT_POLICIES = {
-  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  # Running the attention kernel forward again would cost more than one array of [B, T, D].
+  "dots": jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(SPLASH_RESIDUALS),
+  ),
   "full": jax.checkpoint_policies.nothing_saveable,
 }
 
@@ -41,6 +47,7 @@ class Block(nn.Module):
       qk_norm=config.qk_norm,
       rope_theta=config.rope_theta,
       dtype=self.dtype,
+      form=config.attention,
       name="attention",
     )
     mlp = SwiGLU(config.mlp_width, self.dtype, name="mlp")
@@ -64,7 +71,8 @@ class TransformerLM(nn.Module):
     config: shape of the network and choice of mixer.
     dtype: dtype of activations and matrix products.  Parameters are float32.
     remat: what each block recomputes in the backward pass: "none" keeps everything, "dots" keeps
-      the outputs of weight products, "full" keeps only the streams between blocks.
+      the outputs of weight products and what the attention kernel needs to go back (its output and
+      logsumexp), "full" keeps only the streams between blocks.
   """
 
   config: ModelConfig
@@ -118,6 +126,19 @@ class TransformerLM(nn.Module):
     if self.remat == "none":
       return Block
     return nn.remat(Block, policy=_REMAT_POLICIES[self.remat])
+
+
+def check_attention(config: Config, mesh: Mesh) -> None:
+  """Refuses `model.attention = splash` where it cannot run, before anything is traced.
+
+  Raises:
+    InputError: naming the setting, the reason and what to change.
+  """
+  model, rows = config.model, config.data.batch_size // config.train.accumulate
+  shape = (rows, config.data.sequence_length, model.heads, model.width // model.heads)
+  if model.attention == "splash":
+    platform = mesh.devices.flat[0].platform
+    check_splash(shape, model.kv_heads or model.heads, mesh.abstract_mesh, platform)
 
 
 def parameter_count(params: PyTree) -> int:
