@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from ldm_jax.ops.attention import attention
 from ldm_jax.sharding import constrain, partitioned
 from ldm_jax.typing import ActivationsBTD, Dtype, TokensBT
 
@@ -84,7 +85,10 @@ def dropout(
 class Attention(nn.Module):
   """Causal grouped-query self-attention within documents, rotary positions, no biases.
 
-  A token attends to the tokens before it that carry the same segment id.
+  A token attends to itself and the tokens before it that carry the same segment id.
+
+  Attributes:
+    form: see `ldm_jax.ops.attention.attention`.
   """
 
   heads: int
@@ -92,6 +96,7 @@ class Attention(nn.Module):
   qk_norm: bool
   rope_theta: float
   dtype: Dtype
+  form: str = "auto"
 
   @nn.compact
   def __call__(
@@ -106,10 +111,10 @@ class Attention(nn.Module):
     v = project(self.kv_heads, "kv_heads", name="value")(x)
     if self.qk_norm:
       q, k = rms_norm(self.dtype, "query_norm")(q), rms_norm(self.dtype, "key_norm")(k)
-    q = constrain(rotary(q, positions, self.rope_theta), "batch", "sequence", "heads", "head_dim")
-    k = rotary(k, positions, self.rope_theta)
-    same_document = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-    mixed = jax.nn.dot_product_attention(q, k, v, mask=same_document, is_causal=True)
+    q, k = (rotary(x, positions, self.rope_theta) for x in (q, k))
+    q = constrain(q, "batch", "sequence", "heads", "head_dim")
+    k, v = (constrain(x, "batch", "sequence", "kv_heads", "head_dim") for x in (k, v))
+    mixed = attention(q, k, v, segment_ids, self.form)
     out = nn.DenseGeneral(
       width,
       axis=(-2, -1),

@@ -6,22 +6,28 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Key
 
-from ldm_jax.config import ModelConfig
+from ldm_jax.config import Config, ModelConfig
 from ldm_jax.layers import Attention, Embedder, SwiGLU, dropout, rms_norm
 from ldm_jax.mixers import make_mixer
+from ldm_jax.ops.attention import SPLASH_RESIDUALS, check_splash
 from ldm_jax.typing import Dtype, PyTree, TokensBT
 
 _OUTPUT = "sublayer_output"
 
 
 def _remat_policy(remat, mixer):
+  policies = jax.checkpoint_policies
   if remat == "dots":
-    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    # Running the attention kernel forward again would cost more than one array of [B, T, D].
+    return policies.save_from_both_policies(
+      policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(SPLASH_RESIDUALS)
+    )
   if mixer.write_gradient_needs_output:
-    return jax.checkpoint_policies.save_only_these_names(_OUTPUT)
-  return jax.checkpoint_policies.nothing_saveable
+    return policies.save_only_these_names(_OUTPUT)
+  return policies.nothing_saveable
 
 
 class Block(nn.Module):
@@ -47,6 +53,7 @@ class Block(nn.Module):
       qk_norm=config.qk_norm,
       rope_theta=config.rope_theta,
       dtype=self.dtype,
+      form=config.attention,
       name="attention",
     )
     mlp = SwiGLU(config.mlp_width, self.dtype, name="mlp")
@@ -71,8 +78,9 @@ class TransformerLM(nn.Module):
     config: shape of the network and choice of mixer.
     dtype: dtype of activations and matrix products.  Parameters are float32.
     remat: what each block recomputes in the backward pass: "none" keeps everything, "dots" keeps
-      the outputs of weight products, "full" keeps only the streams between blocks and, where the
-      gradient of the mixer's write needs them, the outputs of its two sublayers.
+      the outputs of weight products and what the attention kernel needs to go back (its output and
+      logsumexp), "full" keeps only the streams between blocks and, where the gradient of the mixer's
+      write needs them, the outputs of its two sublayers.
   """
 
   config: ModelConfig
@@ -126,6 +134,19 @@ class TransformerLM(nn.Module):
     if self.remat == "none":
       return Block
     return nn.remat(Block, policy=_remat_policy(self.remat, mixer))
+
+
+def check_attention(config: Config, mesh: Mesh) -> None:
+  """Refuses `model.attention = splash` where it cannot run, before anything is traced.
+
+  Raises:
+    InputError: naming the setting, the reason and what to change.
+  """
+  model, rows = config.model, config.data.batch_size // config.train.accumulate
+  shape = (rows, config.data.sequence_length, model.heads, model.width // model.heads)
+  if model.attention == "splash":
+    platform = mesh.devices.flat[0].platform
+    check_splash(shape, model.kv_heads or model.heads, mesh.abstract_mesh, platform)
 
 
 def parameter_count(params: PyTree) -> int:

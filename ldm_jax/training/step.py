@@ -101,7 +101,8 @@ def make_init(config: Config) -> Callable[[jax.Array], Any]:
 
 def abstract_state(config: Config, mesh: Mesh) -> TrainState:
   """Shapes, dtypes and shardings of the train state, without computing any of it."""
-  boxed = jax.eval_shape(lambda: make_init(config)(jax.random.key(0)))
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # the model asks what it is traced for
+    boxed = jax.eval_shape(lambda: make_init(config)(jax.random.key(0)))
   shardings = parameter_shardings(boxed, mesh)
   return jax.tree.map(
     lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
