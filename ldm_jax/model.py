@@ -79,8 +79,8 @@ class TransformerLM(nn.Module):
     dtype: dtype of activations and matrix products.  Parameters are float32.
     remat: what each block recomputes in the backward pass: "none" keeps everything, "dots" keeps
       the outputs of weight products and what the attention kernel needs to go back (its output and
-      logsumexp), "full" keeps only the streams between blocks and, where the gradient of the mixer's
-      write needs them, the outputs of its two sublayers.
+      logsumexp), "full" keeps only the streams between blocks and, where the gradient of a write
+      needs them, the outputs of the two sublayers.
   """
 
   config: ModelConfig
