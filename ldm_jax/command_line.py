@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tyro
+from etils import epath
 
 from ldm_jax.config import Config, flatten, load_config, nearest
 from ldm_jax.errors import InputError, TrainingError, report
@@ -23,11 +24,11 @@ class TrainArguments(Config):
 
   config: Path = CONFIGS / "ldm_tiny.py"
   """Python file with get_config(); its values are the defaults shown here."""
-  workdir: Path | None = None
-  """Where the run lives; runs/<name of the config file> if not given."""
+  workdir: str | None = None
+  """Where the run lives, may be gs://; runs/<name of the config file> if not given."""
 
 
-def parse_train_arguments(argv: Sequence[str]) -> tuple[Config, Path]:
+def parse_train_arguments(argv: Sequence[str]) -> tuple[Config, epath.Path]:
   """Parses the command line of `train.py`.
 
   Returns:
@@ -53,7 +54,7 @@ def parse_train_arguments(argv: Sequence[str]) -> tuple[Config, Path]:
   chosen = Config(
     **{field.name: getattr(parsed, field.name) for field in dataclasses.fields(Config)}
   )
-  return chosen.validate(), parsed.workdir or Path("runs") / config_path.stem
+  return chosen.validate(), epath.Path(parsed.workdir or f"runs/{config_path.stem}")
 
 
 def run_command(main: Callable[[], int]) -> None:
