@@ -35,7 +35,7 @@ class PaddedArray(NamedTuple):
 def product_flops(program: Program) -> int:
   """FLOPs of all matrix products of a step on one device; a multiply-add is two.
 
-  Products inside kernels (`custom-call`) are not seen, see `kernels`.
+  Products inside kernels (`custom-call`) are not seen, see `attention_kernel_flops`.
   """
   total = 0
   for name, computation in program.computations.items():
@@ -88,10 +88,33 @@ def kernels(program: Program) -> Counter[str]:
   """Names of the hand-written kernels (Pallas) of a step, and how often each runs."""
   found = Counter()
   for instruction, _, runs in executed(program):
-    if instruction.opcode == "custom-call" and "tpu_custom_call" in instruction.attributes:
-      name = re.search(r'kernel_name="?([\w.-]+)', instruction.attributes)
-      found[name[1] if name else instruction.name.split(".")[0]] += runs
+    if _is_kernel(instruction):
+      found[instruction.name.split(".")[0]] += runs
   return found
+
+
+def attention_kernel_flops(program: Program) -> int:
+  """FLOPs of the products in splash attention kernels, from their shapes: XLA cannot see inside.
+
+  With H·T queries of width C and S keys a product is 2 H T S C FLOPs; the causal mask spares half.
+  The forward kernel has two products, q kᵀ and its weights times v.  The backward ones repeat q kᵀ
+  and have ∂o vᵀ; then one has ∂q, the other ∂k and ∂v, or a fused one all three.
+  """
+  names = kernels(program)
+  products = {"fwd": 2, "dq": 3, "dkv": 4 if any("_dq_" in name for name in names) else 5}
+  total = 0
+  for instruction, computation, runs in executed(program):
+    which = re.match(r"splash_m[hq]a_(fwd|dq|dkv)_", instruction.name)
+    if which and _is_kernel(instruction):
+      arrays = [array for name in instruction.operands for array in computation[name].arrays]
+      q, k = [a for a in arrays if len(a.shape) > 2 and a.dtype in ("bf16", "f32")][:2]
+      total += runs * products[which[1]] * math.prod(q.shape) * k.shape[-2]
+  return total
+
+
+def _is_kernel(instruction):
+  target = 'custom_call_target="tpu_custom_call"'
+  return instruction.opcode == "custom-call" and target in instruction.attributes
 
 
 def hbm_bytes(program: Program) -> int:

@@ -17,7 +17,14 @@ from jax.sharding import Mesh
 from ldm_jax.config import Config
 from ldm_jax.errors import InputError
 from ldm_jax.hlo import collectives, estimated_cycles, parse
-from ldm_jax.hlo_costs import PaddedArray, hbm_bytes, kernels, largest_arrays, product_flops
+from ldm_jax.hlo_costs import (
+  PaddedArray,
+  attention_kernel_flops,
+  hbm_bytes,
+  kernels,
+  largest_arrays,
+  product_flops,
+)
 from ldm_jax.sharding import check_divisible, make_mesh
 from ldm_jax.sharding_report import bytes_per_device
 from ldm_jax.tpu import Chip, chip_of, topology_devices
@@ -42,7 +49,8 @@ class StepCost(NamedTuple):
   temporary_bytes: activations, gradients and everything else that lives within a step.
   state_bytes: the train state and a batch, and padding of both.
   code_bytes: the program itself.
-  flops: of all matrix products, recomputation included, elementwise work not.
+  flops: of all matrix products, recomputation included, elementwise work and kernels other than
+    attention not; see `hlo_costs.product_flops` and `attention_kernel_flops`.
   hbm_bytes: moved between main memory and cores, see `hlo_costs.hbm_bytes`.
   cycles: the compiler's own estimates, summed; hand-written kernels have none.
   exchanges: by kind.
@@ -97,6 +105,11 @@ class Plan:
   compiled_blocks: tuple[int, ...]
 
   @property
+  def chips(self) -> int:
+    """How many the slice has."""
+    return math.prod(self.mesh_shape.values()) // self.chip.devices
+
+  @property
   def limit_bytes(self) -> float:
     """What a step may take."""
     return (1 - RESERVE) * self.usable_bytes
@@ -108,16 +121,28 @@ class Plan:
 
   @property
   def seconds(self) -> dict[str, float]:
-    """The least time for a step's "products", "memory" and "exchanges" at data sheet rates."""
+    """The least time for a step's "products", "HBM" and "exchanges" at data sheet rates."""
     if self.cost is None:
       return {}
-    chip, received = self.chip, sum(e.received_bytes for e in self.cost.exchanges.values())
+    chip = self.chip
     amounts = {
       "products": (self.cost.flops, chip.flops),
-      "memory": (self.cost.hbm_bytes, chip.hbm_rate),
-      "exchanges": (received, chip.ici_rate),
+      "HBM": (self.cost.hbm_bytes, chip.hbm_rate),
+      "exchanges": (self.received_bytes, chip.ici_rate),
     }
     return {name: amount / (rate / chip.devices) for name, (amount, rate) in amounts.items()}
+
+  @property
+  def received_bytes(self) -> float:
+    """What a device receives from others; 0 if not known."""
+    return sum(e.received_bytes for e in self.cost.exchanges.values()) if self.cost else 0
+
+  @property
+  def most_tokens_per_second(self) -> float | None:
+    """Of the whole slice, if the slowest of `seconds` hid the others; None if not known."""
+    data = self.config.data
+    tokens = data.batch_size * data.sequence_length
+    return tokens / max(self.seconds.values()) if self.cost else None
 
 
 Say = Callable[[str], Any]
@@ -162,6 +187,18 @@ def plan(
     cost=cost,
     compiled_blocks=depths,
   )
+
+
+def state_bytes(config: Config, topology: str) -> int:
+  """Bytes of parameters and optimizer state on one device; compiles nothing.
+
+  Raises:
+    InputError: as `plan`.
+  """
+  mesh = make_mesh(config.mesh, topology_devices(topology))
+  check_divisible(config, mesh)
+  state = abstract_state(config, mesh)
+  return bytes_per_device((state.params, state.optimizer_state))
 
 
 def check_depths(blocks: Sequence[int] | None, depth: int) -> tuple[int, ...]:
@@ -210,7 +247,7 @@ def measure(config: Config, mesh: Mesh) -> Measure:
     state_bytes=memory.argument_size_in_bytes
     + max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes),
     code_bytes=memory.generated_code_size_in_bytes,
-    flops=product_flops(program),
+    flops=product_flops(program) + attention_kernel_flops(program),
     hbm_bytes=hbm_bytes(program),
     cycles=estimated_cycles(program),
     exchanges=_by_kind(collectives(program)),

@@ -3,7 +3,13 @@
 import pytest
 
 from ldm_jax.hlo import parse
-from ldm_jax.hlo_costs import hbm_bytes, kernels, largest_arrays, product_flops
+from ldm_jax.hlo_costs import (
+  attention_kernel_flops,
+  hbm_bytes,
+  kernels,
+  largest_arrays,
+  product_flops,
+)
 
 
 def program(body, before=""):
@@ -154,6 +160,28 @@ def test_kernels_are_named_and_counted():
   %other = f32[8,256] custom-call(%x), custom_call_target="AllocateBuffer"
   ROOT %splash.2 = f32[8,256] custom-call(%x), custom_call_target="tpu_custom_call" """)
   assert kernels(found) == {"splash": 2}
+
+
+KERNELS = """  %mask = s8[1,4,4]{{2,1,0}} parameter(2)
+  %q = bf16[2,512,128]{{2,1,0}} parameter(3)
+  %k = bf16[1,1024,128]{{2,1,0}} parameter(4)
+  %splash_mha_fwd_residuals.1 = bf16[2,512,128] custom-call(%mask, %q, %k, %k), {target}
+  {dq}
+  ROOT %splash_mha_dkv_no_residuals.1 = bf16[2,512,128] custom-call(%mask, %q, %k, %k), {target}"""
+
+
+@pytest.mark.parametrize(
+  ("dq", "products"),
+  [
+    ("%splash_mha_dq_no_residuals.1 = bf16[2,512,128] custom-call(%mask, %q, %k, %k), {0}", 9),
+    ("", 7),  # one backward kernel for all
+  ],
+)
+def test_flops_of_attention_kernels_are_those_of_their_products(dq, products):
+  target = 'custom_call_target="tpu_custom_call"'
+  found = program(KERNELS.format(target=target, dq=dq.format(target)))
+  assert attention_kernel_flops(found) == products * (2 * 2 * 512 * 1024 * 128) / 2
+  assert product_flops(found) == 0
 
 
 def test_the_largest_arrays_and_their_padding():
