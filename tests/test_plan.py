@@ -248,7 +248,7 @@ def test_remat_goes_first_and_then_parts(block, settings):
   plans = FakePlans(block)
   assert plans.suggestion(config()) == settings
   parts = [asked["train.accumulate"] for asked in plans.asked if "train.accumulate" in asked]
-  assert parts == [settings["train.accumulate"]] * len(parts)  # 2 and 4 could not be enough for 8
+  assert set(parts) <= {settings.get("train.accumulate")}  # 2 and 4 could not be enough for 8
 
 
 def test_parts_go_on_from_those_given_while_the_batch_divides():
