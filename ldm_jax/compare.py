@@ -32,16 +32,17 @@ from typing import Any
 import jax
 import tqdm
 
+from ldm_jax import processes
 from ldm_jax.benchmarks.steps import StepTimer
 from ldm_jax.command_line import CONFIGS, run_command
 from ldm_jax.comparison import Comparison, Run, load_comparison, naming
 from ldm_jax.comparison_report import draw_plot, markdown_table, missing_runs, summarise
 from ldm_jax.config import flatten, from_json
 from ldm_jax.data import load_dataset
-from ldm_jax.environment import compilation_cache, environment
+from ldm_jax.environment import check_platform, compilation_cache, environment
 from ldm_jax.errors import DivergedError, InputError, TrainingError
 from ldm_jax.files import write_atomically
-from ldm_jax.model import parameter_count
+from ldm_jax.model import check_attention, parameter_count
 from ldm_jax.sharding import check_divisible, make_mesh
 from ldm_jax.training.loop import train
 from ldm_jax.training.signals import STOPPED_EXIT_CODE, StopRequest
@@ -85,6 +86,7 @@ def compare(comparison: Comparison, out: PathLike) -> tuple[int, dict[str, Any]]
   for run in comparison.runs():
     with naming(run.mixer):
       check_divisible(comparison.config(run), mesh)
+      check_attention(comparison.config(run), mesh)
   session = _Session(comparison, Path(out))
   with StopRequest() as stop, compilation_cache(session.out / "compilation_cache"):
     stages = (session.count_parameters, session.train_all, session.time_steps)
@@ -358,6 +360,8 @@ def _time_left(results):
 def main() -> int:
   """Parses the command line, runs the comparison, and returns the exit code."""
   arguments = _parse()
+  processes.alone()
+  check_platform()
   comparison = load_comparison(arguments.config)
   out = arguments.out or Path("runs") / arguments.config.stem
   if not arguments.json:

@@ -2,6 +2,9 @@
 
 import contextlib
 import functools
+import glob
+import hashlib
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +12,68 @@ from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache as _cache
+
+from ldm_jax.errors import InputError
+
+_TPU_NODES = ("/dev/accel*", "/dev/vfio/[0-9]*")
+_PCI_VENDORS = "/sys/bus/pci/devices/*/vendor"
+_GOOGLE = "0x1ae0"
+
+
+def has_tpu() -> bool:
+  """Whether this machine has TPU chips, whether or not JAX can use them."""
+  # Other accelerators have such device nodes too, and Google makes other PCI devices.
+  return any(map(glob.glob, _TPU_NODES)) and any(
+    Path(path).read_text().strip() == _GOOGLE for path in glob.glob(_PCI_VENDORS)
+  )
+
+
+def check_platform(wanted: str = "any") -> None:
+  """Makes sure that JAX runs on what was asked for, and not on the CPU of a machine with a TPU.
+
+  Args:
+    wanted: "cpu", "gpu" or "tpu"; with "any", only a TPU that JAX silently leaves unused counts.
+
+  Raises:
+    InputError: saying why, as far as that is known, and what helps.
+  """
+  asked = jax.config.jax_platforms or ""
+  try:
+    found = jax.default_backend()
+  except RuntimeError as error:
+    reason = str(error).splitlines()[0]
+    raise InputError(f"JAX_PLATFORMS={asked} cannot be used here: {reason}; {_way_out()}") from None
+  if wanted not in ("any", found):
+    raise InputError(
+      f"train.platform = {wanted}, but JAX runs on {found} here (JAX_PLATFORMS="
+      f"{asked or '(not set)'}); {_way_out() if wanted == 'tpu' else 'change one of them'}"
+    )
+  if wanted == "any" and found == "cpu" and "cpu" not in asked.split(",") and has_tpu():
+    raise InputError(
+      f"this machine has a TPU, but JAX runs on its CPU: {_way_out()}; to run on the CPU all the "
+      "same, set JAX_PLATFORMS=cpu"
+    )
+
+
+def _way_out():
+  """What helps where JAX finds no TPU, as far as can be told from here."""
+  if not importlib.util.find_spec("libtpu"):
+    return "libtpu is not installed, see to it with: pip install -e '.[tpu]'"
+  if not has_tpu():
+    return "this machine has no TPU chips that it shows to this process"
+  return (
+    "libtpu is installed, so another process may hold the chips (sudo lsof -t /dev/accel* "
+    "/dev/vfio/* lists them); JAX_PLATFORMS=tpu makes JAX say what is wrong"
+  )
+
+
+@functools.cache
+def source_digest() -> str:
+  """Names the source files of this package by their contents: 16 hex digits."""
+  digest, folder = hashlib.sha256(), Path(__file__).parent
+  for path in sorted(folder.rglob("*.py")):
+    digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+  return digest.hexdigest()[:16]
 
 
 @contextlib.contextmanager

@@ -4,8 +4,8 @@ A process that takes another branch than the others leaves them waiting for ever
 So whatever only one of them can know, such as what its disk holds, is asked of the first.
 """
 
+import collections
 import contextlib
-import glob
 import hashlib
 import importlib.util
 import os
@@ -14,18 +14,19 @@ import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
+from ldm_jax.environment import has_tpu, source_digest
 from ldm_jax.errors import InputError, TrainingError, report
 from ldm_jax.sharding import partition_spec
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _HEARTBEAT_SECONDS = 30  # after which the others end if one of them is gone
-_TPU_DEVICES = ("/dev/accel*", "/dev/vfio/[0-9]*")
 
 
 def join(patience: int = 300) -> None:
@@ -41,18 +42,54 @@ def join(patience: int = 300) -> None:
   Raises:
     InputError: if only some of the variables are set, or one of them is not a number.
   """
+  settings = _settings()
+  if settings is None and not _on_tpu_vm():
+    return
+  if settings is None:
+    awaited = "the other hosts of this TPU slice"
+    found_by = {}
+  else:
+    awaited = f"the other processes ({_given()})"
+    address, count, number = settings
+    found_by = {"coordinator_address": address, "num_processes": count, "process_id": number}
+  with _ending_after(patience, awaited):
+    try:
+      jax.distributed.initialize(**found_by, **_timeouts(patience))
+    except (RuntimeError, ValueError) as error:  # the second where a TPU VM does not say its place
+      raise InputError(
+        f"cannot join {awaited}: {_first_line(error)}; is the port of process 0 free, and did all "
+        "start the same command?"
+      ) from error
+
+
+def alone() -> None:
+  """Makes sure that a command which knows one process only was not started as one of several.
+
+  Raises:
+    InputError: if it was.
+  """
+  settings = _settings()
+  if settings is not None and settings[1] > 1:
+    raise InputError(
+      f"this command runs in one process only; start it once, without {' '.join(_VARIABLES)} "
+      f"({_given()})"
+    )
+
+
+def _settings():
+  """Address, number of processes and number of this one by the environment; None if not set.
+
+  Raises:
+    InputError: if only some of the variables are set, or one of them makes no sense.
+  """
   values = [os.environ.get(name) for name in _VARIABLES]
   if not any(values):
-    if _on_tpu_vm():
-      with _ending_after(patience, "the other hosts of this TPU slice"):
-        jax.distributed.initialize(**_timeouts(patience))
-    return
+    return None
   address, *numbers = values
-  given = ", ".join(f"{n}={v or '(not set)'}" for n, v in zip(_VARIABLES, values, strict=True))
   if not all(values) or not all(number.isdecimal() for number in numbers):
     raise InputError(
       f"several processes need an address HOST:PORT and two numbers in {' '.join(_VARIABLES)}; "
-      f"got {given}"
+      f"got {_given()}"
     )
   count, number = map(int, numbers)
   host, _, port = address.rpartition(":")
@@ -60,17 +97,15 @@ def join(patience: int = 300) -> None:
     raise InputError(f"JAX_COORDINATOR_ADDRESS={address} must be HOST:PORT of process 0")
   if not number < count:
     raise InputError(f"JAX_PROCESS_ID={number} must be below JAX_NUM_PROCESSES={count}")
-  with _ending_after(patience, f"the other processes ({given})"):
-    try:
-      jax.distributed.initialize(address, count, number, **_timeouts(patience))
-    except jax.errors.JaxRuntimeError as error:
-      raise InputError(
-        f"cannot join the other processes ({given}): {error}; is the port of process 0 free?"
-      ) from error
+  return address, count, number
+
+
+def _given():
+  return ", ".join(f"{name}={os.environ.get(name) or '(not set)'}" for name in _VARIABLES)
 
 
 def _on_tpu_vm():
-  return bool(importlib.util.find_spec("libtpu")) and any(map(glob.glob, _TPU_DEVICES))
+  return bool(importlib.util.find_spec("libtpu")) and has_tpu()
 
 
 def _timeouts(patience):
@@ -114,14 +149,19 @@ def failing_at_once() -> Iterator[None]:
   except Exception as error:
     if jax.process_count() == 1:
       raise
-    code = 1
-    if isinstance(error, InputError | TrainingError):
-      code = report(error)
-    else:
-      traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    end_at_once(error)
+
+
+def end_at_once(error: Exception) -> NoReturn:
+  """Prints an error and ends the process without closing anything, from whatever thread."""
+  code = 1
+  if isinstance(error, InputError | TrainingError):
+    code = report(error)
+  else:
+    traceback.print_exception(error)
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(code)
 
 
 def check_shared(folder: Path) -> None:
@@ -164,6 +204,31 @@ def wait_for_all(what: str) -> None:
     multihost_utils.sync_global_devices(what)
 
 
+def check_program() -> None:
+  """Makes sure that all processes run the same program on as many devices each.
+
+  All must call it together, before anything else that needs the others.
+
+  Raises:
+    InputError: in all of them, or in those that were started for another number of processes.
+  """
+  settings, count = _settings(), jax.process_count()
+  if settings is not None and settings[1] != count:
+    raise InputError(
+      f"JAX_NUM_PROCESSES={settings[1]} in process {jax.process_index()}, but process 0 was "
+      f"started with {count}; set the same in all of them"
+    )
+  devices = collections.Counter(device.process_index for device in jax.devices())
+  others = [str(number) for number in devices if devices[number] != devices[0]]
+  if others:
+    raise InputError(
+      f"process {', '.join(sorted(others))} has {devices[int(others[0])]} devices and process 0 "
+      f"has {devices[0]}; all need the same number"
+    )
+  check_agreement("version of jax", f"{jax.__version__} {jax.lib.__version__}")
+  check_agreement("version of ldm_jax", source_digest())
+
+
 def check_agreement(what: str, text: str) -> None:
   """Compares a text between all processes, which must call it together.
 
@@ -187,6 +252,10 @@ def _numbers(flags):
   return ", ".join(map(str, np.flatnonzero(flags)))
 
 
+def _first_line(error):
+  return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def is_first() -> bool:
   """Whether this process is the one that prints and writes."""
   return jax.process_index() == 0
@@ -206,27 +275,16 @@ def gather(array: jax.Array) -> np.ndarray:
   return multihost_utils.process_allgather(array, tiled=True)
 
 
-def own_rows(mesh: Mesh, rows: int) -> tuple[int, int]:
-  """Which part of a batch this process loads: (part, parts), equal and contiguous.
+def own_rows(mesh: Mesh, rows: int) -> tuple[int, ...]:
+  """Which rows of a batch this process loads: those that its devices hold, in rising order.
 
-  Processes that share rows, because a mesh axis that splits something else runs across them, get
-  the same part.
+  Processes share rows where a mesh axis that splits something else runs across them.  On TPU slices
+  the rows of a host need not follow each other: its chips are a square in a mesh that is a line.
 
   Args:
     mesh: over the devices of all processes.
     rows: of the global batch.
-
-  Raises:
-    InputError: if its devices hold rows that are not one such part.
   """
   sharding = NamedSharding(mesh, partition_spec(("batch",)))
   slices = sharding.addressable_devices_indices_map((rows,)).values()
-  ranges = {piece.indices(rows)[:2] for (piece,) in slices}
-  start, stop = min(r[0] for r in ranges), max(r[1] for r in ranges)
-  size = stop - start
-  if sum(b - a for a, b in ranges) != size or rows % size or start % size:
-    raise InputError(
-      f"the devices of process {jax.process_index()} hold rows that are not one part of the batch; "
-      "make mesh.data x mesh.fsdp a multiple or a divisor of the number of processes"
-    )
-  return start // size, rows // size
+  return tuple(sorted({row for (piece,) in slices for row in range(*piece.indices(rows))}))

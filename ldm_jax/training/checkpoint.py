@@ -2,19 +2,22 @@
 
 import functools
 import logging
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from orbax.checkpoint import multihost
 
 from ldm_jax import processes
 from ldm_jax.errors import TrainingError
 from ldm_jax.training.step import TrainState
 from ldm_jax.typing import PathLike
 
-logging.getLogger("absl").setLevel(logging.ERROR)  # orbax logs every file it touches
+# Orbax logs every file it touches, and the trace of each error that it then raises.
+logging.getLogger("absl").setLevel(logging.CRITICAL)
 
 
 class Checkpointer:
@@ -27,8 +30,11 @@ class Checkpointer:
     """Opens `workdir/folder`, creating it if need be; `keep` newest checkpoints survive a save."""
     self.directory = epath.Path(workdir).resolve() / folder
     # Created in the background, a folder that cannot be created would keep the process from ending.
-    foreground = ocp.options.AsyncOptions(create_directories_asynchronously=False)
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, async_options=foreground)
+    background = ocp.options.AsyncOptions(
+      create_directories_asynchronously=False,
+      barrier_sync_fn=self._barrier if jax.process_count() > 1 else None,
+    )
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, async_options=background)
     self._manager = ocp.CheckpointManager(self.directory, options=options)
     self._damaged: set[int] = set()
 
@@ -149,14 +155,28 @@ class Checkpointer:
     self._damaged.clear()
     self._manager.reload()
 
+  def _barrier(self, *, key, timeout_ms):
+    """Orbax's barrier between its threads in all processes, where no failed write waits.
+
+    The thread whose write failed comes here with the error under way, and would pass it on only
+    when all processes are here too; but those wait for its write, in an earlier barrier.
+    """
+    error = sys.exception()
+    if error is not None:
+      processes.end_at_once(self._failure(error))
+    multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+
   def _guard(self, action):
     try:
       action()
     except Exception as error:
-      raise TrainingError(
-        f"saving a checkpoint in {self.directory} failed: {error}; make room or mend the disk, "
-        "then run the same command again"
-      ) from error
+      raise self._failure(error) from error
+
+  def _failure(self, error):
+    return TrainingError(
+      f"saving a checkpoint in {self.directory} failed: {_first_line(error)}; make room or mend "
+      "the disk, then run the same command again"
+    )
 
 
 def _first_line(error):

@@ -41,7 +41,7 @@ class Run:
     state: after the newest finished step.
     tokens: real targets up to there.
     workdir: folder of the run.
-    own_part: which part of a batch this process loads, see `processes.own_rows`.
+    own_rows: which rows of a batch this process loads, see `processes.own_rows`.
     profile: the steps to trace.
   """
 
@@ -55,7 +55,7 @@ class Run:
   state: TrainState
   tokens: int
   workdir: Path
-  own_part: tuple[int, int]
+  own_rows: tuple[int, ...]
   profile: ProfileWindow
 
   def save(self) -> None:
@@ -112,7 +112,7 @@ def open_run(config: Config, workdir: PathLike, mesh: Mesh) -> Run:
     InputError: if data or workdir cannot be used, or hold another run.
     TrainingError: if no checkpoint of the workdir loads.
   """
-  own_part = processes.own_rows(mesh, config.data.batch_size)
+  own_rows = processes.own_rows(mesh, config.data.batch_size)
   workdir = Path(workdir)
   resuming = (workdir / "checkpoints").is_dir() and any((workdir / "checkpoints").iterdir())
   notes = open_workdir(workdir, config, resuming)
@@ -161,7 +161,7 @@ def open_run(config: Config, workdir: PathLike, mesh: Mesh) -> Run:
     state=state,
     tokens=record["tokens"],
     workdir=workdir,
-    own_part=own_part,
+    own_rows=own_rows,
     profile=profile,
   )
 

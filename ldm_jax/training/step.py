@@ -1,6 +1,6 @@
 """One optimizer step and one evaluation step, as pure functions to compile."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -101,7 +101,8 @@ def make_init(config: Config) -> Callable[[jax.Array], Any]:
 
 def abstract_state(config: Config, mesh: Mesh) -> TrainState:
   """Shapes, dtypes and shardings of the train state, without computing any of it."""
-  boxed = jax.eval_shape(lambda: make_init(config)(jax.random.key(0)))
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # the model asks what it is traced for
+    boxed = jax.eval_shape(lambda: make_init(config)(jax.random.key(0)))
   shardings = parameter_shardings(boxed, mesh)
   return jax.tree.map(
     lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -174,24 +175,27 @@ def dropout_keys(config: Config, step: jax.Array) -> Key[Array, " B"] | None:
   return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(seeded, step), rows)
 
 
-def put_batch(mesh: Mesh, batch: Batch, part: int = 0, parts: int = 1) -> Batch:
+def put_batch(
+  mesh: Mesh, batch: Batch, rows: Sequence[int] | None = None, batch_size: int | None = None
+) -> Batch:
   """Moves a batch to the devices, split by `RULES`.
 
   Args:
     mesh: the devices.
-    batch: rows [B / parts, T], of which there must be all that this process's devices hold.
-    part: which of `parts` equal, contiguous parts of the batch [B, T] the rows are; see
-      `processes.own_rows`.
-    parts: parts.
+    batch: rows of a batch [B, T], of which there must be all that this process's devices hold.
+    rows: their numbers in it, see `processes.own_rows`; None if they are all there is.
+    batch_size: B, if `rows` is given.
   """
+  rows = range(len(batch.tokens)) if rows is None else rows
+  place = {row: number for number, row in enumerate(rows)}
   sharding = NamedSharding(mesh, partition_spec(("batch", "sequence")))
 
   def put(local):
     def shard(index):
-      rows = range(*index[0].indices(shape[0]))
-      return local[rows.start - first : rows.stop - first, index[1]]
+      wanted = [place[row] for row in range(*index[0].indices(shape[0]))]
+      return local[wanted, index[1]]
 
-    shape, first = (len(local) * parts, *local.shape[1:]), len(local) * part
+    shape = (batch_size or len(local), *local.shape[1:])
     return jax.make_array_from_callback(shape, sharding, shard)
 
   return jax.tree.map(put, batch)

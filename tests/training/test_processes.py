@@ -1,9 +1,12 @@
-"""Two processes on this machine train as one does, and stop together when either is told to."""
+"""Processes on this machine train as one does, stop together, and none outlives another."""
 
+import dataclasses
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -15,11 +18,11 @@ from ldm_jax.data import load_dataset
 from ldm_jax.errors import InputError
 from ldm_jax.sharding import make_mesh
 from ldm_jax.training.loop import train
-from tests.rig import ROOT, tiny_config, trace, with_model
+from tests.rig import ROOT, final_state, tiny_config, trace, with_model
 
-# Trains, keeps the rows that this process loaded, and gets SIGTERM before the given step.
+# Trains, keeps the rows that this process loaded, and has something happen before a given step.
 CHILD = """
-import contextlib, os, signal, sys, time
+import contextlib, os, resource, signal, sys, time
 import numpy as np
 from ldm_jax import processes
 from ldm_jax.command_line import run_command
@@ -27,21 +30,29 @@ from ldm_jax.config import from_json
 from ldm_jax.data import Dataset
 from ldm_jax.training.loop import train
 
-config, workdir, rows, stop_at = sys.argv[1:]
+config, workdir, rows, heartbeat, event, at = sys.argv[1:]
+processes._HEARTBEAT_SECONDS = int(heartbeat)
 processes.join()
 original = Dataset.train_batches
 
+def happen():
+  open(f"{rows}/event", "w").close()
+  if event == "full disk":  # for this process alone: no file of it may grow beyond this
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16_384, resource.RLIM_INFINITY))
+  elif event:
+    os.kill(os.getpid(), signal.Signals[event])
+
 @contextlib.contextmanager
-def train_batches(self, first, stop, *part):
+def train_batches(self, first, stop, own):
   def kept(batches):
     for step, batch in enumerate(batches, first):
-      np.save(f"{rows}/{step}-{part[0]}-of-{part[1]}.npy", batch.tokens)
-      if step == int(stop_at):
-        os.kill(os.getpid(), signal.SIGTERM)
-      if int(stop_at) >= 0:
-        time.sleep(0.3)  # the notice takes a second to reach the others
+      np.save(f"{rows}/{step}-{'_'.join(map(str, own))}.npy", batch.tokens)
+      if step == int(at):
+        happen()
+      if int(at) >= 0:
+        time.sleep(0.3)  # the notice of a signal takes a second to reach the others
       yield batch
-  with original(self, first, stop, *part) as batches:
+  with original(self, first, stop, own) as batches:
     yield kept(batches)
 
 Dataset.train_batches = train_batches
@@ -49,70 +60,153 @@ run_command(lambda: train(from_json(open(config).read()), workdir))
 """
 
 
-def start_both(folder, stop_at, config="config.json"):
-  """Both processes with four CPU devices each; `stop_at` holds for process 1."""
+def free_port():
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
-    port = free.getsockname()[1]
-  running = []
-  for number in range(2):
-    environment = {
+    return free.getsockname()[1]
+
+
+def start_all(
+  folder, config=None, *, count=2, event="", at=-1, to=1, heartbeat=3, timeout=300, **environment
+):
+  """Runs `count` processes with eight CPU devices together; the event is for process `to`.
+
+  `config` may be a list, one for each.  Returns their exit codes and outputs.
+  """
+  (folder / "rows").mkdir(exist_ok=True)
+  port, running = free_port(), []
+  for number in range(count):
+    own = config[number] if isinstance(config, list) else config
+    (folder / f"config_{number}.json").write_text(to_json(own))
+    variables = {
       **os.environ,
       "PYTHONPATH": str(ROOT),
-      "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+      "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // count} "
+      "--xla_backend_optimization_level=0",
       "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-      "JAX_NUM_PROCESSES": "2",
+      "JAX_NUM_PROCESSES": str(count),
       "JAX_PROCESS_ID": str(number),
       "JAX_COMPILATION_CACHE_DIR": str(folder / "compilation_cache"),
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+      **environment,
     }
-    arguments = [folder / config.format(number=number), folder / "run", folder / "rows"]
-    arguments.append(stop_at if number or stop_at < 0 else 10**6)
+    arguments = [folder / f"config_{number}.json", folder / "run", folder / "rows", heartbeat]
+    arguments += [event if number == to else "", at]
     running.append(
       subprocess.Popen(
         [sys.executable, "-c", CHILD, *map(str, arguments)],
-        env=environment,
+        env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
       )
     )
-  outputs = [process.communicate(timeout=300)[0] for process in running]
+  try:
+    outputs = [process.communicate(timeout=timeout)[0] for process in running]
+  finally:
+    for process in running:
+      process.kill()
   return [process.returncode for process in running], outputs
 
 
-def test_two_processes_train_as_one_and_stop_together(tmp_path):
-  config = with_model(tiny_config("preln", steps=24, eval_every=12, checkpoint_every=9), blocks=1)
-  (tmp_path / "rows").mkdir()
-  (tmp_path / "config.json").write_text(to_json(config))
+def run_config(kind="preln", **mesh):
+  config = with_model(tiny_config(kind, steps=24, eval_every=12, checkpoint_every=9), blocks=1)
+  return dataclasses.replace(config, mesh=MeshConfig(**mesh))
 
-  codes, outputs = start_both(tmp_path, stop_at=3)
+
+def assert_as_alone(config, folder):
+  """The run in `folder` left the trace and the parameters of one process that did all the work."""
+  assert train(config, folder / "alone") == 0
+  for line, expected in zip(trace(folder / "run"), trace(folder / "alone"), strict=True):
+    exact = {"step", "split", "tokens", "batch_hash", "learning_rate"} & expected.keys()
+    assert {key: line[key] for key in exact} == {key: expected[key] for key in exact}
+    np.testing.assert_allclose(line["loss"], expected["loss"], rtol=1e-5)
+  (state, record), (alone, alone_record) = (
+    final_state(config, folder / name) for name in ("run", "alone")
+  )
+  assert record == alone_record
+  for leaf, expected in zip(*map(jax.tree.leaves, (state.params, alone.params)), strict=True):
+    np.testing.assert_allclose(leaf, expected, rtol=0, atol=1e-5)
+
+
+def test_two_processes_that_are_stopped_killed_and_out_of_disk_train_as_one(tmp_path):
+  config = run_config()
+  codes, outputs = start_all(tmp_path, config, event="SIGTERM", at=3)
   assert codes == [75, 75], outputs
   assert "stopped by SIGTERM after step" in outputs[0]
   assert "step" not in outputs[1]  # one of them speaks for both
   (stopped,) = [int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()][-1:]
-  assert 3 < stopped < 24
-  codes, outputs = start_both(tmp_path, stop_at=-1)
-  assert codes == [0, 0], outputs
+  assert 3 < stopped < 9
+
+  split = run_config(fsdp=4, tensor=2, data=1)  # another mesh: parameters across processes
+  codes, outputs = start_all(tmp_path, split, event="SIGKILL", at=12)
+  assert codes[1] == -signal.SIGKILL, outputs
+  assert codes[0] != 0, outputs
   assert "resuming" in outputs[0]
 
-  assert train(config, tmp_path / "alone") == 0
-  for line, expected in zip(trace(tmp_path / "run"), trace(tmp_path / "alone"), strict=True):
-    exact = {"step", "split", "tokens", "batch_hash", "learning_rate"} & expected.keys()
-    assert {key: line[key] for key in exact} == {key: expected[key] for key in exact}
-    np.testing.assert_allclose(line["loss"], expected["loss"], rtol=1e-5)
+  codes, outputs = start_all(tmp_path, split, event="full disk", at=15)
+  assert codes[1] == 1, outputs
+  assert codes[0] != 0, outputs
+  (line,) = [line for line in outputs[1].splitlines() if line.startswith("error:")]
+  assert "/run/checkpoints failed" in line
+  assert "make room or mend the disk, then run the same command again" in line
+
+  codes, outputs = start_all(tmp_path, split)
+  assert codes == [0, 0], outputs
+  assert f"resuming {tmp_path / 'run'} after step 12" in outputs[0]
+  assert_as_alone(config, tmp_path)
+  assert_loaded(config, tmp_path, [4, 4])
+
+
+def assert_loaded(config, folder, sizes):
+  """The processes loaded so many rows each, none twice, and together those of every batch."""
   dataset = load_dataset(config)
-  for step in range(24):
-    halves = [np.load(tmp_path / "rows" / f"{step}-{part}-of-2.npy") for part in range(2)]
-    np.testing.assert_array_equal(np.concatenate(halves), dataset.train_batch(step).tokens)
+  for step in range(config.train.steps):
+    files = list((folder / "rows").glob(f"{step}-*.npy"))
+    parts = [[int(row) for row in path.stem.split("-")[1].split("_")] for path in files]
+    assert list(map(len, parts)) == sizes
+    whole = np.full((config.data.batch_size, config.data.sequence_length), -1, np.int32)
+    for path, rows in zip(files, parts, strict=True):
+      whole[rows] = np.load(path)
+    np.testing.assert_array_equal(whole, dataset.train_batch(step).tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("count", "kind", "mesh", "parts"),
+  [
+    (2, "ldm", {"data": 1, "tensor": 2, "sequence": 4}, 1),  # both hold all rows
+    (4, "preln", {"data": 8}, 4),
+    (4, "ldm", {"data": 1, "fsdp": 4, "tensor": 2}, 4),
+    (4, "ldm", {"data": 2, "fsdp": 1, "tensor": 4}, 2),  # pairs hold the same rows
+  ],
+  ids=str,
+)
+def test_processes_train_as_one_on_every_mesh(count, kind, mesh, parts, tmp_path):
+  config = run_config(kind, **mesh)
+  codes, outputs = start_all(tmp_path, config, count=count)
+  assert codes == [0] * count, outputs
+  assert_as_alone(config, tmp_path)
+  assert_loaded(config, tmp_path, [8 // parts] * parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("event", ["SIGKILL", "full disk"])
+@pytest.mark.parametrize("to", [0, 3])
+def test_if_one_of_four_goes_the_others_end_within_a_minute(event, to, tmp_path):
+  config = run_config()
+  codes, outputs = start_all(
+    tmp_path, config, count=4, event=event, at=3, to=to, heartbeat=processes._HEARTBEAT_SECONDS
+  )
+  assert 0 not in codes, outputs
+  assert time.time() - (tmp_path / "rows" / "event").stat().st_mtime < 60
+  codes, outputs = start_all(tmp_path, config, count=4)
+  assert codes == [0] * 4, outputs
+  assert_as_alone(config, tmp_path)
 
 
 def test_settings_that_differ_between_processes_are_refused_by_all(tmp_path):
-  (tmp_path / "rows").mkdir()
-  for number, seed in enumerate((0, 1)):
-    config = tiny_config("preln", seed=seed)
-    (tmp_path / f"config_{number}.json").write_text(to_json(config))
-  codes, outputs = start_both(tmp_path, stop_at=-1, config="config_{number}.json")
+  codes, outputs = start_all(tmp_path, [tiny_config("preln", seed=seed) for seed in (0, 1)])
   assert codes == [2, 2], outputs
   for output in outputs:
     assert output.count("error: process 1 has another configuration than process 0") == 1
@@ -120,9 +214,7 @@ def test_settings_that_differ_between_processes_are_refused_by_all(tmp_path):
 
 
 def test_a_process_that_nobody_joins_ends_with_one_line():
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    address = f"127.0.0.1:{free.getsockname()[1]}"
+  address = f"127.0.0.1:{free_port()}"
   alone = subprocess.run(
     [sys.executable, "-c", "from ldm_jax import processes; processes.join(patience=3)"],
     env={
@@ -158,7 +250,7 @@ def test_on_a_tpu_vm_processes_join_without_settings(monkeypatch):
   "mesh", [{}, {"data": 2, "tensor": 4}, {"data": 1, "fsdp": 2, "sequence": 4}], ids=str
 )
 def test_one_process_loads_everything(mesh):
-  assert processes.own_rows(make_mesh(MeshConfig(**mesh)), 8) == (0, 1)
+  assert processes.own_rows(make_mesh(MeshConfig(**mesh)), 8) == tuple(range(8))
 
 
 @pytest.mark.parametrize(
