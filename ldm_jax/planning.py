@@ -25,6 +25,7 @@ from ldm_jax.hlo_costs import (
   largest_arrays,
   product_flops,
 )
+from ldm_jax.model import check_attention
 from ldm_jax.sharding import check_divisible, make_mesh
 from ldm_jax.sharding_report import bytes_per_device
 from ldm_jax.tpu import Chip, chip_of, topology_devices
@@ -167,8 +168,7 @@ def plan(
     InputError: for a slice that does not exist, a mesh that does not fit it, or sizes that the mesh
       cannot split.
   """
-  mesh = make_mesh(config.mesh, topology_devices(topology))
-  check_divisible(config, mesh)
+  mesh = _mesh(config, topology)
   chip = chip_of(mesh.devices.flat[0])
   depth = config.model.blocks
   depths = check_depths(blocks, depth)
@@ -195,10 +195,16 @@ def state_bytes(config: Config, topology: str) -> int:
   Raises:
     InputError: as `plan`.
   """
-  mesh = make_mesh(config.mesh, topology_devices(topology))
-  check_divisible(config, mesh)
+  mesh = _mesh(config, topology)
   state = abstract_state(config, mesh)
   return bytes_per_device((state.params, state.optimizer_state))
+
+
+def _mesh(config, topology):
+  mesh = make_mesh(config.mesh, topology_devices(topology))
+  check_divisible(config, mesh)
+  check_attention(config, mesh)
+  return mesh
 
 
 def check_depths(blocks: Sequence[int] | None, depth: int) -> tuple[int, ...]:
