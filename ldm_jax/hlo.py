@@ -6,7 +6,7 @@ and bodies of loops, which run many times.  `Program.runs` says how often each o
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 
@@ -185,7 +185,7 @@ def _count_runs(computations, name, times, runs, fused):
   for instruction in computations[name].values():
     for how, called in _CALLED.findall(instruction.attributes):
       loop = how in ("body", "condition")
-      trips = trip_count(computations, instruction) if loop else 1
+      trips = trip_count(computations, instruction, computations[name]) if loop else 1
       if how == "to_apply" or (how == "calls" and instruction.opcode == "fusion"):
         fused.add(called)
       if name in fused:
@@ -196,25 +196,77 @@ def _count_runs(computations, name, times, runs, fused):
         _count_runs(computations, called, times, runs, fused)
 
 
+def executed(
+  program: Program,
+) -> Iterator[tuple[Instruction, Mapping[str, Instruction], int]]:
+  """Instructions that run on their own, not inside a fusion: each with its computation and runs."""
+  for name, computation in program.computations.items():
+    if program.runs[name] and name not in program.fused:
+      for instruction in computation.values():
+        yield instruction, computation, program.runs[name]
+
+
 def trip_count(
-  computations: Mapping[str, Mapping[str, Instruction]], instruction: Instruction
+  computations: Mapping[str, Mapping[str, Instruction]],
+  instruction: Instruction,
+  caller: Mapping[str, Instruction],
 ) -> int:
-  """How often a `while` runs its body: XLA's own note, or the one bound that its condition has.
+  """How often a `while` runs its body: XLA's own note, or from its counter.
+
+  A counter is an element of the loop's state that starts at a constant, is compared with one, and
+  has one added in the body; by 2 where XLA has put two iterations into one.
+
+  Args:
+    computations: of the whole program.
+    instruction: the `while`.
+    caller: the computation that it stands in.
 
   Raises:
-    ValueError: if neither tells.
+    ValueError: if the loop has no such counter.
   """
   if known := re.search(r'known_trip_count":\{"n":"(\d+)"', instruction.attributes):
     return int(known[1])
-  condition = re.search(r"condition=%?([\w.-]+)", instruction.attributes)[1]
-  bounds = [
-    int(match[1])
-    for line in computations[condition].values()
-    if line.opcode == "constant" and (match := re.match(r"\((\d+)\)", line.attributes))
-  ]
-  if len(bounds) != 1:
-    raise ValueError(f"cannot tell how often the loop {instruction.name} runs: {bounds}")
-  return bounds[0]
+  parts = dict(re.findall(r"(condition|body)=%?([\w.-]+)", instruction.attributes))
+  condition, body = (computations[parts[name]] for name in ("condition", "body"))
+  try:
+    test = _root(condition)
+    counter, bound = (condition[name] for name in test.operands)
+    place = int(re.search(r"index=(\d+)", counter.attributes)[1])
+    start = _constant(caller, caller[instruction.operands[0]].operands[place])
+    step = _step(computations, body, _root(body).operands[place])
+    if "direction=LT" not in test.attributes or step < 1:
+      raise ValueError
+    return max(0, -(-(_constant(condition, bound.name) - start) // step))
+  except (ValueError, KeyError, IndexError, TypeError) as error:
+    raise ValueError(f"cannot tell how often the loop {instruction.name} runs") from error
+
+
+def _root(computation):
+  return next(instruction for instruction in computation.values() if instruction.is_root)
+
+
+def _constant(computation, name):
+  """The value of an integer constant, looked for behind copies of it."""
+  instruction = computation[name]
+  while instruction.opcode in ("copy", "bitcast", "convert"):
+    instruction = computation[instruction.operands[0]]
+  if instruction.opcode != "constant":
+    raise ValueError
+  return int(re.match(r"\((-?\d+)\)", instruction.attributes)[1])
+
+
+def _step(computations, computation, name):
+  """What is added to the counter that `name` gives the next iteration."""
+  instruction = computation[name]
+  while instruction.opcode in ("copy", "bitcast"):
+    instruction = computation[instruction.operands[0]]
+  if instruction.opcode == "fusion":
+    computation = computations[re.search(r"calls=%?([\w.-]+)", instruction.attributes)[1]]
+    instruction = _root(computation)
+  if instruction.opcode != "add":
+    raise ValueError
+  (step,) = (n for n in instruction.operands if computation[n].opcode == "constant")
+  return _constant(computation, step)
 
 
 def collectives(program: Program | str) -> list[Collective]:
@@ -268,9 +320,7 @@ def estimated_cycles(program: Program | str) -> int:
   """Sum of the compiler's own estimates over a step, loops included; kernels have none."""
   program = parse(program) if isinstance(program, str) else program
   total = 0
-  for name, computation in program.computations.items():
-    if program.runs[name] and name not in program.fused:
-      for instruction in computation.values():
-        if match := re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes):
-          total += int(match[1]) * program.runs[name]
+  for instruction, _, runs in executed(program):
+    if match := re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes):
+      total += int(match[1]) * runs
   return total

@@ -96,7 +96,7 @@ def topology_devices(name: str) -> Sequence[jax.Device]:
   if math.prod(shape) == 1:
     options["chips_per_host_bounds"] = (1, 1, 1)
   _check_libtpu()
-  with _quiet_libtpu():
+  with quiet_libtpu():
     try:
       slice_ = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
     except jax.errors.JaxRuntimeError as error:
@@ -135,10 +135,11 @@ def _check_libtpu():
 
 
 @contextlib.contextmanager
-def _quiet_libtpu() -> Iterator[None]:
-  """Lets libtpu load without a TPU, and beside another process that has it.
+def quiet_libtpu() -> Iterator[None]:
+  """Lets libtpu load inside the context without a TPU, and beside another process that has it.
 
-  It would ask a metadata server, and complain on standard error that this is no TPU machine.
+  It would ask a metadata server, and complain on standard error that this is no TPU machine.  Not
+  for a process that is to use a TPU.
   """
   wanted = {
     "TPU_SKIP_MDS_QUERY": "1",

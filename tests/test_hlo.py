@@ -40,7 +40,9 @@ replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
   %count = s32[] get-tuple-element(%state), index=0
   %scattered = f32[2,8]{1,0} fusion(%carried), kind=kCustom, calls=%all-reduce-scatter.5, \
 backend_config={"estimated_cycles":"100"}
-  ROOT %next = (s32[], f32[16,8]{1,0}) tuple(%count, %carried)
+  %one = s32[] constant(1)
+  %more = s32[] add(%count, %one)
+  ROOT %next = (s32[], f32[16,8]{1,0}) tuple(%more, %carried)
 }
 
 %condition (state.1: (s32[], f32[16,8])) -> pred[] {
@@ -112,14 +114,42 @@ def test_runs_and_fused_computations():
   assert program.fused == {"begin", "end", "all-reduce-scatter.5", "add"}
 
 
-def test_a_loop_of_unknown_length_is_an_error():
+@pytest.mark.parametrize(
+  ("old", "new", "runs"),
+  [
+    ("%one = s32[] constant(1)", "%one = s32[] constant(2)", 2),  # two iterations put into one
+    ("%one = s32[] constant(1)", "%one = s32[] constant(3)", 2),
+    ("%zero = s32[] constant(0)", "%zero = s32[] constant(1)", 3),
+    ("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"9"}}', 9),
+    ("%more = s32[] add(%count, %one)", "%more = s32[] fusion(%count), calls=%increment", 4),
+  ],
+)
+def test_how_often_a_loop_runs(old, new, runs):
+  increment = """\
+%increment (x.2: s32[]) -> s32[] {
+  %x.2 = s32[] parameter(0)
+  %one.2 = s32[]{:T(128)} constant(1)
+  ROOT %y.2 = s32[] add(%x.2, %one.2)
+}
+
+"""
+  text = PROGRAM.replace(old, new).replace("%body (state", increment + "%body (state")
+  assert text != PROGRAM
+  assert parse(text).runs["body"] == runs
+
+
+@pytest.mark.parametrize(
+  ("old", "new"),
+  [
+    ("%bound = s32[]{:T(128)} constant(4)", "%bound = s32[] parameter(1)"),
+    ("direction=LT", "direction=NE"),
+    ("%more = s32[] add", "%more = s32[] multiply"),
+    ("%zero = s32[] constant(0)", "%zero = s32[] parameter(2)"),
+  ],
+)
+def test_a_loop_of_unknown_length_is_an_error(old, new):
   with pytest.raises(ValueError, match="how often the loop loop runs"):
-    parse(PROGRAM.replace("%bound = s32[]{:T(128)} constant(4)", "%bound = s32[] parameter(1)"))
-
-
-def test_the_loop_note_of_xla_goes_first():
-  noted = PROGRAM.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"9"}}')
-  assert parse(noted).runs["body"] == 9
+    parse(PROGRAM.replace(old, new))
 
 
 def test_text_that_is_no_program():
