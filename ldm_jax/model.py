@@ -146,7 +146,8 @@ def check_attention(config: Config, mesh: Mesh) -> None:
   shape = (rows, config.data.sequence_length, model.heads, model.width // model.heads)
   if model.attention == "splash":
     platform = mesh.devices.flat[0].platform
-    check_splash(shape, model.kv_heads or model.heads, mesh.abstract_mesh, platform)
+    dtype = config.train.compute_dtype
+    check_splash(shape, model.kv_heads or model.heads, dtype, mesh.abstract_mesh, platform)
 
 
 def parameter_count(params: PyTree) -> int:

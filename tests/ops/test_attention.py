@@ -1,11 +1,13 @@
 """Every form of attention is the same function: splash in Pallas's interpreter equals plain."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import topologies
 from jax.extend.core import jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -14,7 +16,7 @@ from ldm_jax.config import MeshConfig
 from ldm_jax.errors import InputError
 from ldm_jax.model import TransformerLM, check_attention
 from ldm_jax.ops.attention import SPLASH_RESIDUALS, attention, splash_refusal
-from ldm_jax.sharding import MESH_AXES, make_mesh
+from ldm_jax.sharding import MESH_AXES, make_mesh, partition_spec
 from tests.rig import tiny_config, with_model
 
 # Lengths of the documents of a row; the last of one token are padding.
@@ -95,8 +97,9 @@ def oracle(q, k, v, segment_ids, w):
 def test_both_forms_equal_the_oracle(dtype):
   arguments = case(J=1, C=128, dtype=dtype)
   expected = oracle(*arguments)
-  plain = errors(values_and_gradients("plain", *arguments), expected)
-  splash = errors(values_and_gradients("splash", *arguments), expected)
+  with jax.default_matmul_precision("default" if dtype == "bfloat16" else "highest"):
+    plain = errors(values_and_gradients("plain", *arguments), expected)
+    splash = errors(values_and_gradients("splash", *arguments), expected)
   assert all(plain[name] < (1e-5 if dtype == "float32" else 0.1) for name in expected)
   assert all(splash[name] < max(1e-5, 1.5 * plain[name]) for name in expected)
 
@@ -233,8 +236,25 @@ def test_without_a_mesh_that_is_set_the_arrays_say_where_they_are():
   ],
 )
 def test_what_the_kernel_cannot_do_is_refused_by_name(shape, kv_heads, mesh, message):
-  refusal = splash_refusal(shape, kv_heads, tpu_mesh(*mesh), "tpu")
+  refusal = splash_refusal(shape, kv_heads, "float32", tpu_mesh(*mesh), "tpu")
   assert refusal is None if message is None else message in refusal
+
+
+@pytest.mark.parametrize(
+  ("dtype", "precision", "runs"),
+  [
+    ("float32", "highest", True),
+    ("float32", "high", False),
+    ("bfloat16", None, True),
+    ("bfloat16", "highest", False),
+    ("float16", None, False),
+  ],
+)
+def test_precisions_that_the_kernel_has_not_are_refused(dtype, precision, runs):
+  with jax.default_matmul_precision(precision):
+    refusal = splash_refusal((1, 128, 2, 64), 2, dtype, tpu_mesh(1, 1, 1, 1), "tpu")
+  wanted = f"{dtype} arrays at jax_default_matmul_precision = {precision}; leave that unset"
+  assert refusal is None if runs else wanted in refusal
 
 
 def test_a_named_form_that_cannot_run_ends_a_run_before_work():
@@ -248,3 +268,33 @@ def test_a_named_form_that_cannot_run_ends_a_run_before_work():
   check_attention(with_model(config, attention="plain"), make_mesh(config.mesh))
   with pytest.raises(ValueError, match="unknown form of attention 'flash'"):
     attention(*case()[:4], "flash")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "mesh", [dict(fsdp=8), dict(fsdp=2, tensor=2, data=2), dict(fsdp=4, sequence=2)], ids=str
+)
+def test_a_tpu_runs_the_kernels_and_holds_no_logits(mesh, monkeypatch):
+  pytest.importorskip("libtpu")
+  for name in ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
+    monkeypatch.setenv(name, "1")
+  topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")
+  mesh = make_mesh(MeshConfig(**{"data": 1, **mesh}), topology.devices)
+  arguments = jax.eval_shape(lambda: case(B=8, T=512, H=4, J=2, dtype=jnp.bfloat16))
+  placed = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=NamedSharding(mesh, partition_spec(("batch", "sequence")))
+    ),
+    arguments,
+  )
+  texts = {}
+  for form in ("plain", "auto"):
+    with jax.set_mesh(mesh), jax.default_matmul_precision("default"):
+      compiled = jax.jit(functools.partial(values_and_gradients, form)).lower(*placed).compile()
+    texts[form] = compiled.as_text()
+  logits = rf"\[[\d,]*{512 // mesh.shape['sequence']},512\]"
+  assert re.search(logits, texts["plain"])
+  assert "tpu_custom_call" not in texts["plain"]
+  assert not re.search(logits, texts["auto"])
+  for kernel in ("fwd", "dq", "dkv"):
+    assert f"splash_mha_{kernel}" in texts["auto"]

@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import Array, Float
 
@@ -10,7 +11,11 @@ from ldm_jax.errors import InputError
 from ldm_jax.ops.attention.plain import plain_attention
 from ldm_jax.ops.attention.splash import LANES, splash_attention
 from ldm_jax.sharding import MESH_AXES, RULES
-from ldm_jax.typing import TokensBT
+from ldm_jax.typing import Dtype, TokensBT
+
+_ONE_PASS = (None, "default", "fastest", "bfloat16")
+# What Mosaic, the compiler of the kernel, has of JAX's default precisions.
+_PRECISIONS = {"float32": (*_ONE_PASS, "highest", "float32"), "bfloat16": _ONE_PASS}
 
 
 def attention(
@@ -54,7 +59,7 @@ def attention(
   mesh = own if context.empty else context
   device = mesh.abstract_device or own.abstract_device
   platform = "tpu" if interpret else device.platform if device else jax.default_backend()
-  case = (q_BTHC.shape, k_BTJC.shape[2], mesh, platform)
+  case = (q_BTHC.shape, k_BTJC.shape[2], q_BTHC.dtype, mesh, platform)
   if form == "splash":
     check_splash(*case)
   if splash_refusal(*case) is None:
@@ -63,36 +68,43 @@ def attention(
 
 
 def check_splash(
-  shape: tuple[int, int, int, int], kv_heads: int, mesh: AbstractMesh, platform: str
+  shape: tuple[int, int, int, int], kv_heads: int, dtype: Dtype, mesh: AbstractMesh, platform: str
 ) -> None:
   """Refuses what splash cannot run, for those who asked for it; see `splash_refusal`.
 
   Raises:
     InputError: saying why, and what to change.
   """
-  refusal = splash_refusal(shape, kv_heads, mesh, platform)
+  refusal = splash_refusal(shape, kv_heads, dtype, mesh, platform)
   if refusal is not None:
     raise InputError(f"model.attention = splash cannot run: {refusal}, or set it to auto or plain")
 
 
 def splash_refusal(
-  shape: tuple[int, int, int, int], kv_heads: int, mesh: AbstractMesh, platform: str
+  shape: tuple[int, int, int, int], kv_heads: int, dtype: Dtype, mesh: AbstractMesh, platform: str
 ) -> str | None:
   """Why splash cannot run, with what to change, or None if it can.
 
-  It runs on TPUs, for sequence lengths that are a multiple of 128 on every device, with batch,
-  heads and key/value heads that the mesh splits evenly.  The mesh is this project's
+  It runs on TPUs, for sequence lengths that are a multiple of 128 on every device and any head
+  width, where the mesh splits batch, heads and key/value heads evenly.  The mesh is this project's
   (`ldm_jax.sharding.make_mesh`), a single device, or one inside a user's own `shard_map`, where
   each device sees whole sequences.
 
   Args:
     shape: of the queries, (B, T, H, C).
     kv_heads: J.
+    dtype: of queries, keys and values.
     mesh: that the program is compiled for; empty if there is none.
     platform: that the program is compiled for, such as "tpu".
   """
   if platform != "tpu":
     return f"it needs a TPU and the program is for {platform}; use a TPU"
+  precision = jax.config.jax_default_matmul_precision
+  if precision not in _PRECISIONS.get(jnp.dtype(dtype).name, ()):
+    return (
+      f"it has no products of {jnp.dtype(dtype).name} arrays at jax_default_matmul_precision = "
+      f"{precision}; leave that unset"
+    )
   ours = mesh.axis_names == MESH_AXES and set(mesh.axis_types) == {AxisType.Auto}
   if mesh.size > 1 and not ours and set(mesh.axis_types) != {AxisType.Manual}:
     return (
