@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Key
 from ldm_jax.config import Config, ModelConfig
 from ldm_jax.layers import Attention, Embedder, SwiGLU, dropout, rms_norm
 from ldm_jax.mixers import make_mixer
-from ldm_jax.ops.attention import SPLASH_RESIDUALS, check_splash
+from ldm_jax.ops.attention import SPLASH_RESIDUALS, check_splash, splash_refusal
 from ldm_jax.typing import Dtype, PyTree, TokensBT
 
 _OUTPUT = "sublayer_output"
@@ -136,18 +136,22 @@ class TransformerLM(nn.Module):
     return nn.remat(Block, policy=_remat_policy(self.remat, mixer))
 
 
-def check_attention(config: Config, mesh: Mesh) -> None:
-  """Refuses `model.attention = splash` where it cannot run, before anything is traced.
+def attention_form(config: Config, mesh: Mesh) -> tuple[str, str]:
+  """The form of attention that a run on a mesh takes, and why it is not splash; "" if it is.
 
   Raises:
-    InputError: naming the setting, the reason and what to change.
+    InputError: if `model.attention` is splash and it cannot run: the reason and what to change.
   """
   model, rows = config.model, config.data.batch_size // config.train.accumulate
   shape = (rows, config.data.sequence_length, model.heads, model.width // model.heads)
+  kv_heads, dtype = model.kv_heads or model.heads, config.train.compute_dtype
+  case = (shape, kv_heads, dtype, mesh.abstract_mesh, mesh.devices.flat[0].platform)
   if model.attention == "splash":
-    platform = mesh.devices.flat[0].platform
-    dtype = config.train.compute_dtype
-    check_splash(shape, model.kv_heads or model.heads, dtype, mesh.abstract_mesh, platform)
+    check_splash(*case)
+  if model.attention == "plain":
+    return "plain", "it was asked for"
+  refusal = splash_refusal(*case)
+  return ("plain", refusal) if refusal else ("splash", "")
 
 
 def parameter_count(params: PyTree) -> int:

@@ -25,7 +25,7 @@ from ldm_jax.hlo_costs import (
   largest_arrays,
   product_flops,
 )
-from ldm_jax.model import check_attention
+from ldm_jax.model import attention_form
 from ldm_jax.sharding import check_divisible, make_mesh
 from ldm_jax.sharding_report import bytes_per_device
 from ldm_jax.tpu import Chip, chip_of, topology_devices
@@ -203,7 +203,7 @@ def state_bytes(config: Config, topology: str) -> int:
 def _mesh(config, topology):
   mesh = make_mesh(config.mesh, topology_devices(topology))
   check_divisible(config, mesh)
-  check_attention(config, mesh)
+  attention_form(config, mesh)  # refuses one that cannot run
   return mesh
 
 

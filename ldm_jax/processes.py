@@ -20,6 +20,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
+from orbax.checkpoint import multihost
 
 from ldm_jax.environment import has_tpu, source_digest
 from ldm_jax.errors import InputError, TrainingError, report
@@ -191,11 +192,16 @@ def check_shared(folder: epath.Path) -> None:
     )
 
 
-def all_agree(value: bool) -> bool:
-  """Whether the value is true in all processes, which must call it together."""
-  if jax.process_count() == 1:
-    return value
-  return bool(multihost_utils.process_allgather(np.asarray(value)).all())
+def all_come(where: str, seconds: int = 60) -> bool:
+  """Whether all processes come here within that time; True at once where there is only one.
+
+  Unlike the other functions it needs no device, and not all have to call it.
+  """
+  try:
+    multihost.get_barrier_sync_fn()(key=where, timeout_ms=seconds * 1000)
+  except jax.errors.JaxRuntimeError:
+    return False
+  return True
 
 
 def wait_for_all(what: str) -> None:

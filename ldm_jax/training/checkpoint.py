@@ -70,14 +70,15 @@ class Checkpointer:
   def restore_newest(self, abstract: TrainState) -> tuple[TrainState, dict[str, Any]] | None:
     """The newest checkpoint that loads, or None if there is none at all.
 
-    Those that do not load are reported and left alone.
+    Those that do not load are reported and left alone.  In one of several processes that is an
+    error unless it happens in all: the others wait for it inside orbax.
 
     Args:
       abstract: shapes, dtypes and shardings to restore into.
 
     Raises:
-      TrainingError: if there are checkpoints and none of them loads, or if memory, permissions or
-        the device are at fault and not the checkpoint.
+      TrainingError: if there are checkpoints and none of them loads, if one does not load in some
+        processes only, or if memory, permissions or the device are at fault and not the checkpoint.
     """
     steps = self.steps()
     items = ocp.args.Composite(
@@ -85,7 +86,8 @@ class Checkpointer:
     )
     for step in reversed(steps):
       try:
-        restored, reason = self._manager.restore(step, args=items), None
+        restored = self._manager.restore(step, args=items)
+        return restored["state"], restored["record"]
       except (MemoryError, PermissionError, jax.errors.JaxRuntimeError) as error:
         raise TrainingError(
           f"cannot read checkpoint {step} in {self.directory}: {error}; mend that and run the same "
@@ -93,9 +95,13 @@ class Checkpointer:
         ) from error
       except Exception as error:  # orbax raises many kinds; any of them means "not this one"
         reason = _first_line(error)
-      if processes.all_agree(reason is None):
-        return restored["state"], restored["record"]
-      self._skip(step, reason or "another process cannot load it")
+        if not processes.all_come(f"checkpoint {step} in {self.directory} does not load"):
+          raise TrainingError(
+            f"checkpoint {step} in {self.directory} does not load in process "
+            f"{jax.process_index()}, though in others: {reason}; mend that, or move the checkpoint "
+            "away, and run the same command again"
+          ) from error
+        self._skip(step, reason)
     if steps:
       raise TrainingError(
         f"none of the checkpoints {steps} in {self.directory} loads; restore one from a copy, or "

@@ -14,7 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 
 from ldm_jax.config import MeshConfig
 from ldm_jax.errors import InputError
-from ldm_jax.model import TransformerLM, check_attention
+from ldm_jax.model import TransformerLM, attention_form
 from ldm_jax.ops.attention import SPLASH_RESIDUALS, attention, splash_refusal
 from ldm_jax.sharding import MESH_AXES, make_mesh, partition_spec
 from tests.rig import tiny_config, with_model
@@ -260,12 +260,13 @@ def test_precisions_that_the_kernel_has_not_are_refused(dtype, precision, runs):
 def test_a_named_form_that_cannot_run_ends_a_run_before_work():
   config = with_model(tiny_config("preln"), attention="splash")
   with pytest.raises(InputError) as refused:
-    check_attention(config, make_mesh(config.mesh))
+    attention_form(config, make_mesh(config.mesh))
   assert str(refused.value) == (
     "model.attention = splash cannot run: it needs a TPU and the program is for cpu; use a TPU, "
     "or set it to auto or plain"
   )
-  check_attention(with_model(config, attention="plain"), make_mesh(config.mesh))
+  for form in ("plain", "auto"):
+    assert attention_form(with_model(config, attention=form), make_mesh(config.mesh))[0] == "plain"
   with pytest.raises(ValueError, match="unknown form of attention 'flash'"):
     attention(*case()[:4], "flash")
 

@@ -195,6 +195,28 @@ def test_processes_train_as_one_on_every_mesh(count, kind, mesh, parts, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("whose", ["everybody's", "process 1's"])
+def test_a_damaged_checkpoint_is_skipped_by_all_or_ends_all(whose, tmp_path):
+  config = run_config(data=1, fsdp=8)
+  codes, outputs = start_all(tmp_path, config, event="SIGTERM", at=14)
+  assert codes == [75, 75], outputs
+  newest = max((tmp_path / "run" / "checkpoints").iterdir(), key=lambda path: int(path.name))
+  for path in (newest / "state").rglob("*" if whose == "everybody's" else "ocdbt.process_1/d/*"):
+    if path.is_file():
+      path.write_bytes(b"x")
+  codes, outputs = start_all(tmp_path, config)
+  if whose == "everybody's":
+    assert codes == [0, 0], outputs
+    assert f"checkpoint {newest.name} in" in outputs[0]
+    assert_as_alone(config, tmp_path)
+  else:
+    assert codes[1] == 1, outputs
+    assert codes[0] != 0, outputs
+    assert f"error: checkpoint {newest.name} in" in outputs[1]
+    assert "does not load in process 1, though in others" in outputs[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("event", ["SIGKILL", "full disk"])
 @pytest.mark.parametrize("to", [0, 3])
 def test_if_one_of_four_goes_the_others_end_within_a_minute(event, to, tmp_path):
