@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import tyro
+from etils import epath
 
 from ldm_jax.config import Config, flatten, load_config, nearest
 from ldm_jax.errors import InputError, TrainingError, report
@@ -29,11 +30,11 @@ class TrainArguments(ConfigArguments):
   Exit codes: 0 done, 1 failed, 2 bad configuration or input, 75 stopped by a signal after saving.
   """
 
-  workdir: Path | None = None
-  """Where the run lives; runs/<name of the config file> if not given."""
+  workdir: str | None = None
+  """Where the run lives, may be gs://; runs/<name of the config file> if not given."""
 
 
-def parse_train_arguments(argv: Sequence[str]) -> tuple[Config, Path]:
+def parse_train_arguments(argv: Sequence[str]) -> tuple[Config, epath.Path]:
   """Parses the command line of `train.py`.
 
   Returns:
@@ -44,7 +45,7 @@ def parse_train_arguments(argv: Sequence[str]) -> tuple[Config, Path]:
     SystemExit: 0 after `--help`; 2, with a message, for a value of the wrong type.
   """
   config, parsed = _parse(TrainArguments, argv, "train.py")
-  return config, parsed.workdir or Path("runs") / parsed.config.stem
+  return config, epath.Path(parsed.workdir or f"runs/{parsed.config.stem}")
 
 
 def parse_config_arguments(

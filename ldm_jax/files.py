@@ -1,13 +1,44 @@
 """Files that are there whole or not at all."""
 
 import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 from etils import epath
 
 from ldm_jax.typing import PathLike
+
+
+def is_remote(path: PathLike) -> bool:
+  """Whether a path is in an object store, such as gs://, and not on a disk."""
+  return "://" in os.fspath(path)
+
+
+def upload(source: PathLike, target: PathLike) -> None:
+  """Puts all files below a local folder into `target`, under the same names, over older ones.
+
+  Raises:
+    OSError: if they cannot be written there.
+  """
+  with store_errors(target):
+    for path in sorted(Path(source).rglob("*")):
+      if path.is_file():
+        epath.Path(path).copy(epath.Path(target) / path.relative_to(source), overwrite=True)
+
+
+@contextlib.contextmanager
+def store_errors(path: PathLike) -> Iterator[None]:
+  """Turns the errors of an object store's client, which are of many kinds, into OSError."""
+  try:
+    yield
+  except Exception as error:
+    if not is_remote(path) or getattr(error, "strerror", None):
+      raise
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    raise OSError(errno.EIO, reason) from error
 
 
 @contextlib.contextmanager
@@ -15,13 +46,14 @@ def replacing(target: epath.Path) -> Iterator[str]:
   """A local path to write to; what it holds at the end appears at `target` (may be gs://) at once.
 
   Raises:
-    OSError: if the disk does not take it; `target` is as it was.
+    OSError: if the disk or the bucket does not take it; `target` is as it was.
   """
-  if "://" in os.fspath(target):  # object stores show a file when its upload is complete
+  if is_remote(target):  # object stores show a file when its upload is complete
     with tempfile.TemporaryDirectory() as folder:
       path = os.path.join(folder, target.name)
       yield path
-      epath.Path(path).copy(target, overwrite=True)
+      with store_errors(target):
+        epath.Path(path).copy(target, overwrite=True)
     return
   path = os.fspath(target.parent / f".{target.name}.{os.getpid()}.tmp")
   try:

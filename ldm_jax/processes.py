@@ -13,11 +13,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NoReturn
 
 import jax
 import numpy as np
+from etils import epath
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
@@ -147,7 +147,7 @@ def failing_at_once() -> Iterator[None]:
   try:
     yield
   except Exception as error:
-    if jax.process_count() == 1:
+    if not jax.distributed.is_initialized():  # asking for their number needs a working backend
       raise
     end_at_once(error)
 
@@ -164,7 +164,7 @@ def end_at_once(error: Exception) -> NoReturn:
   os._exit(code)
 
 
-def check_shared(folder: Path) -> None:
+def check_shared(folder: epath.Path) -> None:
   """Makes sure that a folder is the same one for all processes, which must call it together.
 
   Raises:

@@ -13,6 +13,7 @@ from orbax.checkpoint import multihost
 
 from ldm_jax import processes
 from ldm_jax.errors import TrainingError
+from ldm_jax.files import is_remote
 from ldm_jax.training.step import TrainState
 from ldm_jax.typing import PathLike
 
@@ -28,7 +29,8 @@ class Checkpointer:
 
   def __init__(self, workdir: PathLike, keep: int, folder: str = "checkpoints"):
     """Opens `workdir/folder`, creating it if need be; `keep` newest checkpoints survive a save."""
-    self.directory = epath.Path(workdir).resolve() / folder
+    path = epath.Path(workdir)
+    self.directory = (path if is_remote(path) else path.resolve()) / folder
     # Created in the background, a folder that cannot be created would keep the process from ending.
     background = ocp.options.AsyncOptions(
       create_directories_asynchronously=False,

@@ -231,6 +231,7 @@ def _evaluate_if_due(run, step, eval_step, stop):
     return
   run.save_if_best(result["loss"])
   run.writer.write(step, "eval", result)
+  run.writer.upload()
   bits = f", {result['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in result else ""
   run.progress.say(f"step {step}  held-out loss {result['loss']:.4f} nats per token{bits}")
 

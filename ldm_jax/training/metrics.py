@@ -4,24 +4,32 @@ import contextlib
 import hashlib
 import json
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tqdm
+from etils import epath
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 
 from ldm_jax import processes
 from ldm_jax.errors import InputError, TrainingError
-from ldm_jax.files import write_atomically
+from ldm_jax.files import is_remote, store_errors, upload, write_atomically
 from ldm_jax.typing import PathLike
 
 
 class MetricsWriter:
-  """Appends to `workdir/metrics.jsonl` and TensorBoard; a resume leaves no duplicates."""
+  """Appends to `workdir/metrics.jsonl` and TensorBoard; a resume leaves no duplicates.
+
+  Nothing can be appended to an object in a bucket.  If the workdir is in one, both are written to
+  a temporary folder and put into the bucket whole by `upload`.  Called before a checkpoint is
+  saved, it makes sure that the bucket lacks no line of a step up to the newest checkpoint; a kill
+  loses later ones, whose steps run again.
+  """
 
   def __init__(self, workdir: PathLike, resumed_step: int):
     """Opens both, dropping lines of steps after `resumed_step`: those steps will run again.
@@ -36,15 +44,22 @@ class MetricsWriter:
     self._writes = processes.is_first()
     if not self._writes:
       return
-    path = Path(workdir) / "metrics.jsonl"
+    self._workdir, self._temporary = epath.Path(workdir), None
+    if is_remote(workdir):
+      self._temporary = tempfile.TemporaryDirectory(prefix="ldm_jax_metrics_")
+    folder = Path(self._temporary.name if self._temporary else workdir)
+    path = folder / "metrics.jsonl"
     try:
-      kept = _keep_lines_up_to(path, resumed_step)
+      with store_errors(workdir):
+        kept = _lines_up_to(self._workdir / "metrics.jsonl", resumed_step)
+      if kept is not None:
+        write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
       self._file = path.open("a", encoding="utf-8")
     except OSError as error:
       raise InputError(f"cannot write {path}: {error.strerror}") from error
-    self._written = {(line["step"], line["split"]) for line in kept}
+    self._written = {(line["step"], line["split"]) for line in kept or ()}
     # Written in this thread: tensorboardX's own writer has one that dies silently on a full disk.
-    self._events = EventsWriter(str(Path(workdir) / "events"))
+    self._events = EventsWriter(str(folder / "events"))
     # TensorBoard hides later events that an earlier process left.
     restart = SessionLog(status=SessionLog.START)
     self._events.write_event(Event(step=resumed_step + 1, session_log=restart))
@@ -82,23 +97,47 @@ class MetricsWriter:
       ) from error
     self._written.add((step, split))
 
+  def upload(self) -> None:
+    """Brings the files in a bucket up to date; nothing to do where the workdir is on a disk.
+
+    Raises:
+      TrainingError: if the bucket does not take them.
+    """
+    if not self._writes or self._temporary is None:
+      return
+    try:
+      upload(self._temporary.name, self._workdir)
+    except OSError as error:
+      raise TrainingError(
+        f"writing metrics to {self._workdir} failed: {error.strerror}; mend that, then run the "
+        "same command again"
+      ) from error
+
   def close(self) -> None:
-    """Closes both; what `write` was given is already on its way to disk."""
+    """Closes both; on a disk, what `write` was given is there already.
+
+    Raises:
+      TrainingError: see `upload`.
+    """
     if not self._writes:
       return
     for closing in (self._file.close, self._events.close):
       with contextlib.suppress(OSError):
         closing()
+    self.upload()
+    if self._temporary is not None:
+      self._temporary.cleanup()
 
 
-def _keep_lines_up_to(path, step):
-  """Rewrites the file without later lines and without one cut short by a kill; returns the rest."""
+def _lines_up_to(path, step):
+  """The lines of the file without later ones and without one cut short by a kill.
+
+  None if there is no file.
+  """
   if not path.exists():
-    return []
-  kept = [line for line in map(_parse, path.read_text("utf-8", "replace").splitlines()) if line]
-  kept = [line for line in kept if line["step"] <= step]
-  write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
-  return kept
+    return None
+  text = path.read_bytes().decode("utf-8", "replace")
+  return [line for line in map(_parse, text.splitlines()) if line and line["step"] <= step]
 
 
 def _parse(line):

@@ -4,11 +4,11 @@ import contextlib
 import dataclasses
 import functools
 import math
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from etils import epath
 from jax.sharding import Mesh, PartitionSpec
 
 from ldm_jax import processes
@@ -54,7 +54,7 @@ class Run:
   progress: Progress
   state: TrainState
   tokens: int
-  workdir: Path
+  workdir: epath.Path
   own_rows: tuple[int, ...]
   profile: ProfileWindow
 
@@ -63,13 +63,14 @@ class Run:
 
     Raises:
       DivergedError: if the state is not finite.
-      TrainingError: if the checkpoint cannot be written.
+      TrainingError: if the checkpoint, or the metrics of the steps up to it, cannot be written.
     """
     if not _all_finite(self.state):
       raise DivergedError(
         f"step {int(self.state.step)} left parameters or moments that are not finite; not saved. "
         + self.last_good()
       )
+    self.writer.upload()
     self.checkpointer.save(self.state, self._record())
 
   def save_if_best(self, loss: float) -> None:
@@ -113,9 +114,8 @@ def open_run(config: Config, workdir: PathLike, mesh: Mesh) -> Run:
     TrainingError: if no checkpoint of the workdir loads.
   """
   own_rows = processes.own_rows(mesh, config.data.batch_size)
-  workdir = Path(workdir)
-  resuming = (workdir / "checkpoints").is_dir() and any((workdir / "checkpoints").iterdir())
-  notes = open_workdir(workdir, config, resuming)
+  workdir = epath.Path(workdir)
+  notes = open_workdir(workdir, config)
   processes.check_shared(workdir)
   dataset = load_dataset(config)
   processes.check_agreement("data set", dataset.fingerprint)

@@ -1,13 +1,16 @@
 """The workdir of a run: its saved config, and what may change between a stop and a resume."""
 
+import contextlib
 import dataclasses
-from pathlib import Path
+import re
 from typing import Any
+
+from etils import epath
 
 from ldm_jax import processes
 from ldm_jax.config import Config, flatten, from_json, to_json
 from ldm_jax.errors import InputError
-from ldm_jax.files import write_atomically
+from ldm_jax.files import store_errors, write_atomically
 from ldm_jax.mixers import settings_of
 from ldm_jax.typing import PathLike
 
@@ -56,13 +59,12 @@ def without_local_settings(config: Config) -> Config:
   return dataclasses.replace(config, data=data)
 
 
-def open_workdir(workdir: PathLike, config: Config, resuming: bool) -> list[str]:
+def open_workdir(workdir: PathLike, config: Config) -> list[str]:
   """Creates the folder, or checks that `config` continues the run in it.
 
   Args:
-    workdir: folder of the run.
+    workdir: folder of the run; without checkpoints in it, a new config simply replaces the old.
     config: what this command asks for.
-    resuming: whether the folder has checkpoints; without any, a new config simply replaces the old.
 
   Returns:
     Notes for the user about changes that are allowed but matter.
@@ -70,16 +72,16 @@ def open_workdir(workdir: PathLike, config: Config, resuming: bool) -> list[str]
   Raises:
     InputError: if the folder cannot be used, or naming each setting that differs from the run's.
   """
-  if str(workdir).startswith("gs:/"):
+  if re.match("[a-z0-9]+:/", str(workdir)) and not str(workdir).startswith("gs://"):
     raise InputError(
-      f"workdir {workdir}: runs cannot be kept in a bucket yet; use a folder that all hosts see, "
-      "such as a mounted bucket or a network disk"
+      f"workdir {workdir}: only gs://BUCKET/FOLDER and folders on a disk can hold a run"
     )
-  try:
-    Path(workdir).mkdir(parents=True, exist_ok=True)
-  except OSError as error:
-    raise InputError(f"workdir {workdir}: cannot write there: {error.strerror}") from error
-  return _check_same_run(Path(workdir) / "config.json", config) if resuming else []
+  workdir = epath.Path(workdir)
+  with _writing(workdir):
+    workdir.mkdir(parents=True, exist_ok=True)
+    checkpoints = workdir / "checkpoints"
+    resuming = checkpoints.is_dir() and any(checkpoints.iterdir())
+  return _check_same_run(workdir / "config.json", config) if resuming else []
 
 
 def save_config(workdir: PathLike, config: Config) -> None:
@@ -88,18 +90,23 @@ def save_config(workdir: PathLike, config: Config) -> None:
   Raises:
     InputError: if the folder cannot be written.
   """
-  path = Path(workdir) / "config.json"
-  if not processes.is_first():
-    return
+  if processes.is_first():
+    with _writing(workdir):
+      write_atomically(epath.Path(workdir) / "config.json", to_json(config))
+
+
+@contextlib.contextmanager
+def _writing(workdir):
   try:
-    write_atomically(path, to_json(config))
+    with store_errors(workdir):
+      yield
   except OSError as error:
-    raise InputError(f"workdir {workdir}: cannot write {path}: {error.strerror}") from error
+    raise InputError(f"workdir {workdir}: cannot write there: {error.strerror}") from error
 
 
 def _check_same_run(path, config):
   try:
-    saved = flatten(from_json(path.read_text("utf-8")))
+    saved = flatten(from_json(path.read_text()))
   except (InputError, OSError, UnicodeDecodeError) as error:
     raise InputError(f"{path}: {error}; restore the file or choose another --workdir") from error
   wanted = settings_in_use(config)

@@ -1,12 +1,15 @@
 """Processes on this machine train as one does, stop together, and none outlives another."""
 
 import dataclasses
+import hashlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import numpy as np
@@ -15,10 +18,11 @@ import pytest
 from ldm_jax import processes
 from ldm_jax.config import MeshConfig, to_json
 from ldm_jax.data import load_dataset
+from ldm_jax.environment import source_digest
 from ldm_jax.errors import InputError
 from ldm_jax.sharding import make_mesh
 from ldm_jax.training.loop import train
-from tests.rig import ROOT, final_state, tiny_config, trace, with_model
+from tests.rig import ROOT, final_state, refusal, tiny_config, trace, with_model
 
 # Trains, keeps the rows that this process loaded, and has something happen before a given step.
 CHILD = """
@@ -67,18 +71,18 @@ def free_port():
 
 
 def start_all(
-  folder, config=None, *, count=2, event="", at=-1, to=1, heartbeat=3, timeout=300, **environment
+  folder, config=None, *, count=2, event="", at=-1, to=1, heartbeat=3, timeout=300, variables=None
 ):
-  """Runs `count` processes with eight CPU devices together; the event is for process `to`.
+  """Runs `count` processes with eight CPU devices together; returns their codes and outputs.
 
-  `config` may be a list, one for each.  Returns their exit codes and outputs.
+  The event and other environment variables are for process `to`; `config` may be a list.
   """
   (folder / "rows").mkdir(exist_ok=True)
   port, running = free_port(), []
   for number in range(count):
     own = config[number] if isinstance(config, list) else config
     (folder / f"config_{number}.json").write_text(to_json(own))
-    variables = {
+    environment = {
       **os.environ,
       "PYTHONPATH": str(ROOT),
       "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // count} "
@@ -88,14 +92,14 @@ def start_all(
       "JAX_PROCESS_ID": str(number),
       "JAX_COMPILATION_CACHE_DIR": str(folder / "compilation_cache"),
       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-      **environment,
+      **(variables if variables and number == to else {}),
     }
     arguments = [folder / f"config_{number}.json", folder / "run", folder / "rows", heartbeat]
     arguments += [event if number == to else "", at]
     running.append(
       subprocess.Popen(
         [sys.executable, "-c", CHILD, *map(str, arguments)],
-        env=variables,
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -213,6 +217,75 @@ def test_settings_that_differ_between_processes_are_refused_by_all(tmp_path):
   assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
+def test_another_program_or_number_of_devices_in_one_process_is_refused_by_all(tmp_path):
+  shutil.copytree(ROOT / "ldm_jax", tmp_path / "other" / "ldm_jax")
+  (tmp_path / "other" / "ldm_jax" / "new.py").write_text("# one file more\n")
+  flags = "--xla_force_host_platform_device_count=2"
+  for variables, message in (
+    ({"PYTHONPATH": str(tmp_path / "other")}, "process 1 has another version of ldm_jax"),
+    ({"XLA_FLAGS": flags}, "process 1 has 2 devices and process 0 has 4"),
+  ):
+    codes, outputs = start_all(tmp_path, run_config(), variables=variables)
+    assert codes == [2, 2], outputs
+    assert all(output.count(f"error: {message}") == 1 for output in outputs), outputs
+    assert not (tmp_path / "run").exists()
+
+
+def fake_processes(monkeypatch, *devices):
+  """What process 1 of several sees whose processes have so many devices each."""
+  found = [types.SimpleNamespace(process_index=n) for n, m in enumerate(devices) for _ in range(m)]
+  monkeypatch.setattr(jax, "devices", lambda: found)
+  monkeypatch.setattr(jax, "process_count", lambda: len(devices))
+  monkeypatch.setattr(jax, "process_index", lambda: 1)
+
+
+def test_processes_with_other_numbers_of_devices_are_named(monkeypatch):
+  fake_processes(monkeypatch, 4, 2, 4, 2)
+  with pytest.raises(InputError, match="process 1, 3 has 2 devices and process 0 has 4"):
+    processes.check_program()
+
+
+def test_a_process_started_for_another_number_of_them_is_refused(monkeypatch):
+  fake_processes(monkeypatch, 4, 4)
+  set_variables(monkeypatch, "127.0.0.1:1", "3", "1")
+  with pytest.raises(InputError, match=r"JAX_NUM_PROCESSES=3 in process 1, .* started with 2"):
+    processes.check_program()
+
+
+def test_other_versions_are_told_apart(monkeypatch):
+  fake_processes(monkeypatch, 4, 4)
+
+  def gather(digest):
+    return np.stack([others.pop(0), digest])
+
+  monkeypatch.setattr(processes.multihost_utils, "process_allgather", gather)
+  digests = [
+    np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8)
+    for text in (f"{jax.__version__} {jax.lib.__version__}", source_digest())
+  ]
+  others = list(digests)
+  processes.check_program()
+  for index, what in enumerate(("jax", "ldm_jax")):
+    others = [*digests[:index], digests[index] + 1]
+    with pytest.raises(InputError, match=f"process 1 has another version of {what} than process 0"):
+      processes.check_program()
+
+
+def test_a_command_for_one_process_is_refused_as_one_of_several(monkeypatch):
+  set_variables(monkeypatch, "127.0.0.1:1", "2", "0")
+  line = refusal("-m", "ldm_jax.compare")
+  assert line.startswith(
+    "error: this command runs in one process only; start it once, without JAX_"
+  )
+
+
+def set_variables(monkeypatch, *values):
+  for name, value in zip(processes._VARIABLES, values, strict=True):
+    if value is not None:
+      monkeypatch.setenv(name, value)
+
+
 def test_a_process_that_nobody_joins_ends_with_one_line():
   address = f"127.0.0.1:{free_port()}"
   alone = subprocess.run(
@@ -247,6 +320,23 @@ def test_on_a_tpu_vm_processes_join_without_settings(monkeypatch):
 
 
 @pytest.mark.parametrize(
+  "error",
+  [RuntimeError("no route\n to host"), ValueError("num_processes must be defined")],
+  ids=str,
+)
+def test_a_tpu_vm_that_cannot_join_says_so_in_one_line(error, monkeypatch):
+  def fail(**settings):
+    raise error
+
+  monkeypatch.setattr(jax.distributed, "initialize", fail)
+  monkeypatch.setattr(processes, "_on_tpu_vm", lambda: True)
+  with pytest.raises(InputError, match="cannot join the other hosts of this TPU slice: ") as raised:
+    processes.join()
+  assert str(error).splitlines()[0] in str(raised.value)
+  assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
   "mesh", [{}, {"data": 2, "tensor": 4}, {"data": 1, "fsdp": 2, "sequence": 4}], ids=str
 )
 def test_one_process_loads_everything(mesh):
@@ -254,25 +344,15 @@ def test_one_process_loads_everything(mesh):
 
 
 @pytest.mark.parametrize(
-  ("variables", "message"),
+  ("values", "message"),
   [
-    ({"JAX_NUM_PROCESSES": "2"}, r"JAX_COORDINATOR_ADDRESS=\(not set\), JAX_NUM_PROCESSES=2"),
-    (
-      {
-        "JAX_COORDINATOR_ADDRESS": "127.0.0.1:1",
-        "JAX_NUM_PROCESSES": "two",
-        "JAX_PROCESS_ID": "0",
-      },
-      "JAX_NUM_PROCESSES=two",
-    ),
-    (
-      {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
-      "JAX_PROCESS_ID=2 must be below JAX_NUM_PROCESSES=2",
-    ),
+    ((None, "2", None), r"JAX_COORDINATOR_ADDRESS=\(not set\), JAX_NUM_PROCESSES=2"),
+    (("127.0.0.1:1", "two", "0"), "JAX_NUM_PROCESSES=two"),
+    (("127.0.0.1", "2", "0"), "JAX_COORDINATOR_ADDRESS=127.0.0.1 must be HOST:PORT"),
+    (("127.0.0.1:1", "2", "2"), "JAX_PROCESS_ID=2 must be below JAX_NUM_PROCESSES=2"),
   ],
 )
-def test_half_a_set_of_process_settings_is_refused(variables, message, monkeypatch):
-  for name, value in variables.items():
-    monkeypatch.setenv(name, value)
+def test_half_a_set_of_process_settings_is_refused(values, message, monkeypatch):
+  set_variables(monkeypatch, *values)
   with pytest.raises(InputError, match=message):
     processes.join()

@@ -21,8 +21,8 @@ LANES = 128  # of a TPU register: the unit of the kernel's blocks
 # v, for checkpoint policies such as `jax.checkpoint_policies.save_only_these_names`.
 SPLASH_RESIDUALS = "splash_residuals"
 
-# For a v5e, T = 2,048 and 4,096, blocks of 512 schedule at 1.0 and 1.1 times the cycles of blocks of
-# 1,024 and compile in less than half the time; blocks of 256 schedule at 1.6 times those of 512.
+# For a v5e with T = 2,048 and 4,096, blocks of 512 schedule at 1.0 and 1.1 times the cycles of
+# blocks of 1,024 and compile in less than half the time; 256 at 1.6 times those of 512.
 _LARGEST_BLOCK = 512
 
 
