@@ -16,14 +16,20 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainArguments(Config):
+class ConfigArguments(Config):
+  """Every setting of a run."""
+
+  config: Path = CONFIGS / "ldm_tiny.py"
+  """Python file with get_config(); its values are the defaults shown here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainArguments(ConfigArguments):
   """Trains a language model. The same command in the same workdir resumes.
 
   Exit codes: 0 done, 1 failed, 2 bad configuration or input, 75 stopped by a signal after saving.
   """
 
-  config: Path = CONFIGS / "ldm_tiny.py"
-  """Python file with get_config(); its values are the defaults shown here."""
   workdir: str | None = None
   """Where the run lives, may be gs://; runs/<name of the config file> if not given."""
 
@@ -38,23 +44,48 @@ def parse_train_arguments(argv: Sequence[str]) -> tuple[Config, epath.Path]:
     InputError: for an unknown setting or an invalid config.
     SystemExit: 0 after `--help`; 2, with a message, for a value of the wrong type.
   """
+  config, parsed = _parse(TrainArguments, argv, "train.py")
+  return config, epath.Path(parsed.workdir or f"runs/{parsed.config.stem}")
+
+
+def parse_config_arguments(
+  argv: Sequence[str], prog: str, others: Sequence[str] = ()
+) -> tuple[Config, Path]:
+  """Parses `--config FILE --section.key VALUE`, what is left of a command's own options.
+
+  Args:
+    argv: the arguments that are left.
+    prog: the command.
+    others: names of the command's own options, which a misspelt one may have meant.
+
+  Returns:
+    The checked config, and the file that it came from.
+
+  Raises:
+    InputError, SystemExit: as `parse_train_arguments`.
+  """
+  config, parsed = _parse(ConfigArguments, argv, prog, others)
+  return config, parsed.config
+
+
+def _parse(arguments_class, argv, prog, others=()):
   before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-  before.add_argument("--config", default=str(TrainArguments.config))
+  before.add_argument("--config", default=str(ConfigArguments.config))
   config_path = Path(before.parse_known_args(argv)[0].config)
   config = load_config(config_path)
-  _check_names(argv, {*flatten(config), "config", "workdir", "help"})
-  default = TrainArguments(**vars(config), config=config_path)
+  own = {field.name for field in dataclasses.fields(arguments_class)} - set(vars(config))
+  _check_names(argv, {*flatten(config), *own, *others, "help"})
   parsed = tyro.cli(
-    TrainArguments,
+    arguments_class,
     args=list(argv),
-    default=default,
-    prog="train.py",
+    default=arguments_class(**vars(config), config=config_path),
+    prog=prog,
     config=(tyro.conf.FlagConversionOff,),
   )
   chosen = Config(
     **{field.name: getattr(parsed, field.name) for field in dataclasses.fields(Config)}
   )
-  return chosen.validate(), epath.Path(parsed.workdir or f"runs/{config_path.stem}")
+  return chosen.validate(), parsed
 
 
 def run_command(main: Callable[[], int]) -> None:

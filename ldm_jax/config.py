@@ -98,6 +98,9 @@ class ModelConfig:
   """RMSNorm on queries and keys of each head."""
   rope_theta: float = 10_000.0
   """Base of the rotary wavelengths."""
+  attention: Literal["auto", "plain", "splash"] = "auto"
+  """plain holds all T x T logits; splash, a flash kernel for TPUs, does not. auto takes splash if
+  the program is for TPUs and T a multiple of 128 on each device, else plain."""
   dropout: float = 0.0
   """Fraction of the embeddings and of every sublayer's outputs set to zero in training."""
   mixer: MixerConfig = MixerConfig()
@@ -187,7 +190,8 @@ class TrainConfig:
   compute_dtype: Literal["float32", "bfloat16"] = "float32"
   """Dtype of activations and matrix products; parameters and moments are float32."""
   remat: Literal["none", "dots", "full"] = "none"
-  """What a block recomputes in the backward pass: nothing, all but weight products, everything."""
+  """What a block recomputes in the backward pass: nothing, all but weight products and the
+  attention kernel, everything."""
   seed: int = 0
   """Initial weights and dropout."""
   sample_tokens: int = 200

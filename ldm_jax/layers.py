@@ -7,10 +7,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from ldm_jax.ops.attention import attention
 from ldm_jax.sharding import constrain, partitioned
 from ldm_jax.typing import ActivationsBTD, Dtype, TokensBT
 
 _init = nn.initializers.truncated_normal(0.02)
+
+
+def _enter(x: ActivationsBTD) -> ActivationsBTD:
+  """Gathers the width of what a sublayer's weights are multiplied with."""
+  return constrain(x, "batch", "sequence", "sublayer_input")
+
+
+def _leave(v: ActivationsBTD) -> ActivationsBTD:
+  """Splits the width of a sublayer's output as the streams are.
+
+  Whole first: so its gradient is gathered once, for the input's and the weights' gradients alike.
+  """
+  v = constrain(v, "batch", "sequence", "sublayer_input")
+  return constrain(v, "batch", "sequence", "activation_embed")
 
 
 def rms_norm(dtype: Dtype, name: str) -> nn.Module:
@@ -70,7 +85,10 @@ def dropout(
 class Attention(nn.Module):
   """Causal grouped-query self-attention within documents, rotary positions, no biases.
 
-  A token attends to the tokens before it that carry the same segment id.
+  A token attends to itself and the tokens before it that carry the same segment id.
+
+  Attributes:
+    form: see `ldm_jax.ops.attention.attention`.
   """
 
   heads: int
@@ -78,6 +96,7 @@ class Attention(nn.Module):
   qk_norm: bool
   rope_theta: float
   dtype: Dtype
+  form: str = "auto"
 
   @nn.compact
   def __call__(
@@ -85,24 +104,26 @@ class Attention(nn.Module):
   ) -> ActivationsBTD:
     """Maps [B, T, D] to [B, T, D]."""
     width = x.shape[-1]
+    x = _enter(x)
     project = functools.partial(_head_projection, head_dim=width // self.heads, dtype=self.dtype)
     q = project(self.heads, "heads", name="query")(x)
     k = project(self.kv_heads, "kv_heads", name="key")(x)
     v = project(self.kv_heads, "kv_heads", name="value")(x)
     if self.qk_norm:
       q, k = rms_norm(self.dtype, "query_norm")(q), rms_norm(self.dtype, "key_norm")(k)
-    q = constrain(rotary(q, positions, self.rope_theta), "batch", "sequence", "heads", "head_dim")
-    k = rotary(k, positions, self.rope_theta)
-    same_document = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-    mixed = jax.nn.dot_product_attention(q, k, v, mask=same_document, is_causal=True)
-    return nn.DenseGeneral(
+    q, k = (rotary(x, positions, self.rope_theta) for x in (q, k))
+    q = constrain(q, "batch", "sequence", "heads", "head_dim")
+    k, v = (constrain(x, "batch", "sequence", "kv_heads", "head_dim") for x in (k, v))
+    mixed = attention(q, k, v, segment_ids, self.form)
+    out = nn.DenseGeneral(
       width,
       axis=(-2, -1),
       use_bias=False,
       dtype=self.dtype,
       kernel_init=partitioned(_init, "heads", "head_dim", "embed"),
       name="out",
-    )(mixed)
+    )
+    return _leave(out(mixed))
 
 
 def _head_projection(heads, axis, head_dim, dtype, name):
@@ -124,12 +145,14 @@ class SwiGLU(nn.Module):
   @nn.compact
   def __call__(self, x: ActivationsBTD) -> ActivationsBTD:
     """Maps [B, T, D] to [B, T, D]."""
+    x = _enter(x)
     up_init = partitioned(_init, "embed", "mlp")
     dense = functools.partial(nn.Dense, use_bias=False, dtype=self.dtype)
     gate = dense(self.hidden, kernel_init=up_init, name="gate")(x)
     up = dense(self.hidden, kernel_init=up_init, name="up")(x)
     hidden = constrain(nn.silu(gate) * up, "batch", "sequence", "mlp")
-    return dense(x.shape[-1], kernel_init=partitioned(_init, "mlp", "embed"), name="out")(hidden)
+    out = dense(x.shape[-1], kernel_init=partitioned(_init, "mlp", "embed"), name="out")(hidden)
+    return _leave(out)
 
 
 class Embedder(nn.Module):
@@ -147,7 +170,7 @@ class Embedder(nn.Module):
   def setup(self):
     """Declares the embedding, and a head of its own unless tied."""
     shape = (self.padded_vocab_size, self.width)
-    self.embedding = self.param("embedding", partitioned(_init, "vocab", "embed"), shape)
+    self.embedding = self.param("embedding", partitioned(_init, None, "stream_embed"), shape)
     if not self.tied:
       self.head = self.param("head_kernel", partitioned(_init, "embed", "vocab"), shape[::-1])
 
@@ -155,11 +178,13 @@ class Embedder(nn.Module):
     """Looks tokens up: int [B, T] -> [B, T, D] in `dtype`."""
     # Gather, then cast: the gradient sums over a token's occurrences, which bfloat16 would stall at
     # 256 of them.
-    x = jnp.take(self.embedding, tokens, axis=0).astype(self.dtype)
+    table = constrain(self.embedding, None, "activation_embed")
+    x = jnp.take(table, tokens, axis=0).astype(self.dtype)
     return constrain(x, "batch", "sequence", "activation_embed")
 
   def decode(self, x: ActivationsBTD) -> Float[Array, "B T padded_vocab_size"]:
     """Logits in float32, summed in float32, padding ids masked."""
+    x = _enter(x)
     kernel = self.embedding.T if self.tied else self.head
     logits = jnp.einsum(
       "btd,dv->btv", x, kernel.astype(self.dtype), preferred_element_type=jnp.float32

@@ -5,17 +5,29 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Key
 
-from ldm_jax.config import ModelConfig
+from ldm_jax.config import Config, ModelConfig
 from ldm_jax.layers import Attention, Embedder, SwiGLU, dropout, rms_norm
 from ldm_jax.mixers import make_mixer
+from ldm_jax.ops.attention import SPLASH_RESIDUALS, check_splash, splash_refusal
 from ldm_jax.typing import Dtype, PyTree, TokensBT
 
-_REMAT_POLICIES = {
-  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-  "full": jax.checkpoint_policies.nothing_saveable,
-}
+_OUTPUT = "sublayer_output"
+
+
+def _remat_policy(remat, mixer):
+  policies = jax.checkpoint_policies
+  if remat == "dots":
+    # Running the attention kernel forward again would cost more than one array of [B, T, D].
+    return policies.save_from_both_policies(
+      policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(SPLASH_RESIDUALS)
+    )
+  if mixer.write_gradient_needs_output:
+    return policies.save_only_these_names(_OUTPUT)
+  return policies.nothing_saveable
 
 
 class Block(nn.Module):
@@ -41,6 +53,7 @@ class Block(nn.Module):
       qk_norm=config.qk_norm,
       rope_theta=config.rope_theta,
       dtype=self.dtype,
+      form=config.attention,
       name="attention",
     )
     mlp = SwiGLU(config.mlp_width, self.dtype, name="mlp")
@@ -51,7 +64,8 @@ class Block(nn.Module):
     ]
 
     def drop(v, side):
-      return dropout(v, config.dropout, dropout_keys, 2 * self.index + side + 1)
+      v = dropout(v, config.dropout, dropout_keys, 2 * self.index + side + 1)
+      return checkpoint_name(v, _OUTPUT)
 
     streams = mixers[0](streams, lambda h: drop(attention(norms[0](h), positions, segment_ids), 0))
     return mixers[1](streams, lambda h: drop(mlp(norms[1](h)), 1))
@@ -64,7 +78,9 @@ class TransformerLM(nn.Module):
     config: shape of the network and choice of mixer.
     dtype: dtype of activations and matrix products.  Parameters are float32.
     remat: what each block recomputes in the backward pass: "none" keeps everything, "dots" keeps
-      the outputs of weight products, "full" keeps only the streams between blocks.
+      the outputs of weight products and what the attention kernel needs to go back (its output and
+      logsumexp), "full" keeps only the streams between blocks and, where the gradient of a write
+      needs them, the outputs of the two sublayers.
   """
 
   config: ModelConfig
@@ -109,15 +125,33 @@ class TransformerLM(nn.Module):
     embeddings = dropout(embedder.encode(tokens), config.dropout, dropout_keys, 0)
     streams = output_mixer.init_streams(embeddings)
     for index in range(config.blocks):
-      block = self._block_class()(config, index, self.dtype, name=f"block_{index}")
+      block = self._block_class(output_mixer)(config, index, self.dtype, name=f"block_{index}")
       streams = block(streams, positions, segment_ids, dropout_keys)
     x = output_mixer.read(streams)
     return embedder.decode(rms_norm(self.dtype, "final_norm")(x))
 
-  def _block_class(self):
+  def _block_class(self, mixer):
     if self.remat == "none":
       return Block
-    return nn.remat(Block, policy=_REMAT_POLICIES[self.remat])
+    return nn.remat(Block, policy=_remat_policy(self.remat, mixer))
+
+
+def attention_form(config: Config, mesh: Mesh) -> tuple[str, str]:
+  """The form of attention that a run on a mesh takes, and why it is not splash; "" if it is.
+
+  Raises:
+    InputError: if `model.attention` is splash and it cannot run: the reason and what to change.
+  """
+  model, rows = config.model, config.data.batch_size // config.train.accumulate
+  shape = (rows, config.data.sequence_length, model.heads, model.width // model.heads)
+  kv_heads, dtype = model.kv_heads or model.heads, config.train.compute_dtype
+  case = (shape, kv_heads, dtype, mesh.abstract_mesh, mesh.devices.flat[0].platform)
+  if model.attention == "splash":
+    check_splash(*case)
+  if model.attention == "plain":
+    return "plain", "it was asked for"
+  refusal = splash_refusal(*case)
+  return ("plain", refusal) if refusal else ("splash", "")
 
 
 def parameter_count(params: PyTree) -> int:

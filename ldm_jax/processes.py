@@ -165,27 +165,16 @@ def gather(array: jax.Array) -> np.ndarray:
   return multihost_utils.process_allgather(array, tiled=True)
 
 
-def own_rows(mesh: Mesh, rows: int) -> tuple[int, int]:
-  """Which part of a batch this process loads: (part, parts), equal and contiguous.
+def own_rows(mesh: Mesh, rows: int) -> tuple[int, ...]:
+  """Which rows of a batch this process loads: those that its devices hold, in rising order.
 
-  Processes that share rows, because a mesh axis that splits something else runs across them, get
-  the same part.
+  Processes share rows where a mesh axis that splits something else runs across them.  On TPU slices
+  the rows of a host need not follow each other: its chips are a square in a mesh that is a line.
 
   Args:
     mesh: over the devices of all processes.
     rows: of the global batch.
-
-  Raises:
-    InputError: if its devices hold rows that are not one such part.
   """
   sharding = NamedSharding(mesh, partition_spec(("batch",)))
   slices = sharding.addressable_devices_indices_map((rows,)).values()
-  ranges = {piece.indices(rows)[:2] for (piece,) in slices}
-  start, stop = min(r[0] for r in ranges), max(r[1] for r in ranges)
-  size = stop - start
-  if sum(b - a for a, b in ranges) != size or rows % size or start % size:
-    raise InputError(
-      f"the devices of process {jax.process_index()} hold rows that are not one part of the batch; "
-      "make mesh.data x mesh.fsdp a multiple or a divisor of the number of processes"
-    )
-  return start // size, rows // size
+  return tuple(sorted({row for (piece,) in slices for row in range(*piece.indices(rows))}))

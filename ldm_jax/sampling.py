@@ -1,5 +1,6 @@
 """Sampling text from a model."""
 
+import dataclasses
 import functools
 
 import jax
@@ -21,7 +22,8 @@ def sample(
 ) -> str:
   """Continues a prompt by up to `length` tokens, as the start of a new document.
 
-  Every token costs a forward pass over the whole text, so this is for short samples.
+  Every token costs a forward pass over the whole text, so this is for short samples.  The length
+  of a text is rarely a multiple of 128: a model with attention form "splash" takes "auto" here.
 
   Args:
     model: the language model.
@@ -37,6 +39,8 @@ def sample(
   """
   ids = [tokenizer.boundary, *tokenizer.encode(prompt).tolist()]
   start = len(ids)
+  if model.config.attention == "splash":
+    model = model.clone(config=dataclasses.replace(model.config, attention="auto"))
   buffer = jnp.zeros((1, start + length), jnp.int32).at[0, :start].set(jnp.array(ids))
   out = _extend(
     model, params, buffer, start, tokenizer.vocab_size, temperature, jax.random.key(seed)

@@ -13,6 +13,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ldm_jax.config import Config, MeshConfig
@@ -28,10 +29,12 @@ RULES: Mapping[str, tuple[str, ...]] = {
   # activations and streams
   "batch": ("data", "fsdp"),
   "sequence": ("sequence",),
-  "activation_embed": (),
+  "activation_embed": ("tensor",),  # streams, and the outputs of sublayers
+  "sublayer_input": (),  # what the large weights are multiplied with
   "activation_vocab": ("tensor",),
   # parameters (the starred ones also name activation axes)
   "embed": ("fsdp",),
+  "stream_embed": ("tensor", "fsdp"),  # of weights that meet "activation_embed"
   "vocab": ("tensor",),
   "mlp": ("tensor",),  # *
   "heads": ("tensor",),  # *
@@ -130,12 +133,43 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
   """Builds the (data, fsdp, tensor, sequence) mesh over all devices.
 
   Raises:
-    InputError: see `mesh_shape`.
+    InputError: see `mesh_shape` and `arrange_devices`.
   """
   devices = jax.devices() if devices is None else devices
-  shape = mesh_shape(config, len(devices))
-  kinds = (AxisType.Auto,) * len(MESH_AXES)
-  return Mesh(np.asarray(devices).reshape(shape), MESH_AXES, axis_types=kinds)
+  arranged = arrange_devices(mesh_shape(config, len(devices)), devices)
+  return Mesh(arranged, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def arrange_devices(shape: Sequence[int], devices: Sequence[jax.Device | Any]) -> np.ndarray:
+  """Lays devices out so that neighbours in the mesh are neighbours in the hardware.
+
+  TPU slices (pods that only a data-centre network joins) are laid along the data axis, which they
+  cross once a step, and along fsdp if data is not large enough; never along tensor or sequence.
+
+  Args:
+    shape: sizes of `MESH_AXES`.
+    devices: as many as the product of the sizes.
+
+  Returns:
+    Array of devices of that shape.
+
+  Raises:
+    InputError: if data x fsdp is not a multiple of the number of slices.
+  """
+  slices = len({getattr(device, "slice_index", 0) for device in devices})
+  if slices == 1:
+    return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+  over_data = math.gcd(shape[0], slices)
+  across = (over_data, slices // over_data, 1, 1)
+  if shape[1] % across[1]:
+    raise InputError(
+      f"mesh.data = {shape[0]} x mesh.fsdp = {shape[1]} cannot be laid over {slices} slices; make "
+      "mesh.data a multiple of their number: tensor and sequence never cross slices"
+    )
+  within = [size // parts for size, parts in zip(shape, across, strict=True)]
+  return mesh_utils.create_hybrid_device_mesh(
+    within, across, devices, allow_split_physical_axes=True
+  )
 
 
 def check_divisible(config: Config, mesh: Mesh) -> None:
@@ -148,7 +182,8 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
   sizes = {
     "data.batch_size": ("batch", config.data.batch_size // config.train.accumulate),
     "data.sequence_length": ("sequence", config.data.sequence_length),
-    "model.width": ("embed", model.width),
+    "model.width": ("stream_embed", model.width),
+    "model.vocab_size (padded)": ("vocab", model.padded_vocab_size),
     "model.heads": ("heads", model.heads),
     "model.kv_heads": ("kv_heads", model.kv_heads or model.heads),
     "model.mlp_width": ("mlp", model.mlp_width),

@@ -87,14 +87,14 @@ def signal_at(monkeypatch, step: int, number: signal.Signals) -> None:
   original = Dataset.train_batches
 
   @contextlib.contextmanager
-  def train_batches(self, first, stop, *part):
+  def train_batches(self, first, stop, rows):
     def signalled(batches):
       for at, batch in enumerate(batches, first):
         if at == step:
           os.kill(os.getpid(), number)
         yield batch
 
-    with original(self, first, stop, *part) as batches:
+    with original(self, first, stop, rows) as batches:
       yield signalled(batches)
 
   monkeypatch.setattr(Dataset, "train_batches", train_batches)

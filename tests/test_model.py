@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from ldm_jax import TransformerLM, load_config
+from ldm_jax.config import MeshConfig
 from ldm_jax.layers import rotary
 from ldm_jax.mixers import make_mixer
 from ldm_jax.model import mixer_parameter_count, parameter_count
+from ldm_jax.sharding import make_mesh
 from ldm_jax.training.step import compiler_options
 from tests.rig import ABLATIONS, MECHANISMS, ROOT, tiny_config, with_kind, with_mixer, with_model
 
@@ -133,7 +135,9 @@ def test_less_memory_is_kept_with_remat(kind):
   for remat in ("none", "dots", "full"):
     model, params = make(config, remat=remat)
     loss = lambda p, model=model: jnp.mean(model.apply({"params": p}, tokens)[..., :257] ** 2)
-    step = jax.jit(jax.value_and_grad(loss), compiler_options=compiler_options())
+    step = jax.jit(
+      jax.value_and_grad(loss), compiler_options=compiler_options(make_mesh(MeshConfig()))
+    )
     compiled = step.lower(params).compile()
     results[remat] = compiled(params)
     memory[remat] = compiled.memory_analysis().temp_size_in_bytes

@@ -1,15 +1,18 @@
 """One rules table: unknown names, double use and sizes that do not divide raise."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
 from ldm_jax.config import MeshConfig
 from ldm_jax.errors import InputError
 from ldm_jax.sharding import (
+  arrange_devices,
   check_divisible,
   constrain,
   make_mesh,
@@ -19,6 +22,7 @@ from ldm_jax.sharding import (
   partitioned,
 )
 from ldm_jax.sharding_report import bytes_per_device, parameter_rows, sharding_lines
+from ldm_jax.tpu import topology_devices
 from ldm_jax.training.step import abstract_state, init_state
 from tests.rig import tiny_config, with_mixer, with_model
 
@@ -53,6 +57,54 @@ def test_mesh_sizes_resolve_or_are_refused():
 
 
 @pytest.mark.parametrize(
+  ("topology", "shape"),
+  [("v5e:4x4", (16, 1, 1, 1)), ("v5e:4x4", (1, 4, 4, 1)), ("v5p:4x4x4", (1, 16, 4, 1))],
+)
+def test_neighbours_in_the_mesh_are_neighbours_in_the_slice(topology, shape):
+  arranged = arrange_devices(shape, topology_devices(topology))
+  assert len({device.id for device in arranged.flat}) == arranged.size
+  coordinates = np.array([device.coords for device in arranged.flat]).reshape(*shape, 3)
+  for axis, size in enumerate(shape):
+    steps = np.abs(np.diff(coordinates, axis=axis)).sum(-1)
+    if size != 16 or axis == 0:  # 16 on a cube are a plane, not a line
+      assert (steps == 1).all()
+
+
+def slices(count, size):
+  """Devices as several TPU slices show them."""
+  return [
+    types.SimpleNamespace(platform="cpu", device_kind="cpu", slice_index=number, id=device)
+    for number in range(count)
+    for device in range(size)
+  ]
+
+
+@pytest.mark.parametrize(
+  ("shape", "axis"),
+  [((8, 1, 1, 1), 0), ((2, 2, 2, 1), 0), ((1, 8, 1, 1), 1), ((1, 2, 2, 2), 1), ((2, 1, 1, 4), 0)],
+)
+def test_slices_lie_along_data_or_else_fsdp(shape, axis):
+  arranged = arrange_devices(shape, slices(2, 4))
+  assert arranged.shape == shape
+  numbers = np.vectorize(lambda device: device.slice_index)(arranged)
+  halves = np.split(numbers, 2, axis)
+  assert [set(half.flat) for half in halves] == [{0}, {1}]
+
+
+def test_four_slices_lie_along_data_and_fsdp_together():
+  arranged = arrange_devices((2, 2, 4, 1), slices(4, 4))
+  numbers = np.vectorize(lambda device: device.slice_index)(arranged)
+  assert (numbers == numbers[:, :, :1]).all()
+  assert set(numbers[:, :, 0, 0].flat) == {0, 1, 2, 3}
+
+
+def test_tensor_and_sequence_never_cross_slices():
+  for shape in ((1, 1, 8, 1), (1, 1, 2, 4)):
+    with pytest.raises(InputError, match=r"mesh.fsdp = 1 cannot be laid over 2 slices"):
+      arrange_devices(shape, slices(2, 4))
+
+
+@pytest.mark.parametrize(
   ("mesh", "config", "message"),
   [
     ({"data": 8}, dataclasses.replace(tiny_config(accumulate=2)), "data.batch_size: 4 per accum"),
@@ -64,6 +116,11 @@ def test_mesh_sizes_resolve_or_are_refused():
     ),
     ({"data": 1, "tensor": 8}, with_model(tiny_config(), heads=8), "model.mixer.groups: 4"),
     ({"data": 1, "fsdp": 8}, with_model(tiny_config(), width=36), "model.width: 36"),
+    (
+      {"data": 1, "fsdp": 2, "tensor": 4},
+      with_model(tiny_config("preln"), width=36),
+      "model.width: 36 cannot be split over mesh.tensor x mesh.fsdp = 8",
+    ),
     ({"data": 1, "sequence": 8}, tiny_config(), None),
   ],
 )

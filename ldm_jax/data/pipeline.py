@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import resource_tracker
 from typing import TypeAlias
 
@@ -58,28 +58,23 @@ class Dataset:
   fingerprint: str
   workers: int = 0
 
-  def train_batch(self, step: int, host: int = 0, hosts: int = 1) -> Batch:
-    """The batch [B / hosts, T] of training step `step`, counted from 0.
+  def train_batch(self, step: int, rows: Sequence[int] | None = None) -> Batch:
+    """The batch [B, T] of training step `step`, counted from 0.
 
     Args:
       step: finished steps before it.
-      host: which of `hosts` equal, contiguous parts of the batch to load; only its rows are read.
-      hosts: parts.
-
-    Raises:
-      InputError: if the batch cannot be split so.
+      rows: which rows of the batch to load, the others are not read; None for all.
     """
-    return self._parts(hosts)[step * hosts + host]
+    return self._steps(rows)[step]
 
-  def train_batches(self, first: int, stop: int, host: int = 0, hosts: int = 1) -> "BatchIterator":
+  def train_batches(
+    self, first: int, stop: int, rows: Sequence[int] | None = None
+  ) -> "BatchIterator":
     """The batches of steps `first` … `stop` − 1, equal to `train_batch`, loaded ahead.
 
     Close the iterator after use, or use it as a context.
-
-    Raises:
-      InputError: if the batch cannot be split over the hosts.
     """
-    steps = self._parts(hosts)[slice(first * hosts + host, stop * hosts, hosts)]
+    steps = self._steps(rows)[slice(first, stop)]
     ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_AHEAD)
     dataset = steps.to_iter_dataset(ahead)
     if self.workers:
@@ -106,18 +101,32 @@ class Dataset:
     padding = empty_rows(missing, batch.tokens.shape[1])
     return Batch(*(np.concatenate(pair) for pair in zip(batch, padding, strict=True)))
 
-  def _parts(self, hosts):
-    """Batches cut into one part for each host: part `host` of step s is s * hosts + host."""
-    if self.batch_size % hosts:
-      raise InputError(
-        f"data.batch_size = {self.batch_size} cannot be split over {hosts} hosts; make "
-        "it a multiple"
-      )
-    return self._ordered_rows.batch(self.batch_size // hosts, drop_remainder=True)
+  def _steps(self, rows):
+    """The chosen rows of the batch of every step."""
+    ordered = self._ordered_rows
+    if rows is not None:
+      ordered = grain.MapDataset.source(_Chosen(ordered, tuple(rows), self.batch_size))
+    return ordered.batch(self.batch_size if rows is None else len(rows), drop_remainder=True)
 
   @functools.cached_property
   def _ordered_rows(self):
     return grain.MapDataset.source(self.train_rows).shuffle(seed=self.seed).repeat()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+  """Some rows of each batch, batch after batch."""
+
+  ordered: grain.MapDataset
+  rows: tuple[int, ...]
+  batch_size: int
+
+  def __len__(self):
+    return len(self.ordered) // self.batch_size * len(self.rows)
+
+  def __getitem__(self, index):
+    step, place = divmod(index, len(self.rows))
+    return self.ordered[step * self.batch_size + self.rows[place]]
 
 
 class BatchIterator(contextlib.AbstractContextManager):

@@ -132,7 +132,7 @@ class Connections(nn.Module):
       return jnp.zeros((X.shape[0], outputs, 1, 1))
     width = X.shape[-1]
     shape = (width,) if outputs == 1 else (width, outputs)
-    axes = ("embed", None)[: len(shape)]
+    axes = ("stream_embed", None)[: len(shape)]
     kernel = self.param(f"{name}_kernel", partitioned(nn.initializers.zeros, *axes), shape)
     scale = self._parameter(f"{greek}_scale", nn.initializers.constant(0.01))
     product = project_each(X, kernel.reshape(width, outputs))

@@ -214,7 +214,7 @@ class Latent(nn.Module):
   @nn.compact
   def __call__(self, x: ActivationsBTD) -> Float[Array, "B T R"]:
     """Returns the latent in `dtype`."""
-    init = partitioned(nn.initializers.lecun_normal(), "embed", "latent")
+    init = partitioned(nn.initializers.lecun_normal(), "stream_embed", "latent")
     kernel = self.param("latent_kernel", init, (x.shape[-1], self.latent_dim))
     bias = self.param("latent_bias", partitioned(_zeros, "latent"), (self.latent_dim,))
     normed = nn.RMSNorm(use_scale=False, dtype=self.dtype)(x)

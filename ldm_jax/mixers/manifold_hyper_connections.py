@@ -86,7 +86,7 @@ class ManifoldCoefficients(nn.Module):
   def _logits(self, X, name, initial_bias):
     """a · u φ + b with φ = 0, a = 0.01 and b = `initial_bias` at initialisation."""
     shape = (X.shape[0], X.shape[-1], initial_bias.size)
-    init = partitioned(nn.initializers.zeros, None, "embed", None)
+    init = partitioned(nn.initializers.zeros, None, "stream_embed", None)
     kernel = self.param(f"{name}_kernel", init, shape)
     init = partitioned(lambda *_: initial_bias, *(None,) * initial_bias.ndim)
     bias = self.param(f"{name}_bias", init, initial_bias.shape)

@@ -111,7 +111,7 @@ def compile_depth_step(
   step = jax.jit(
     make_depth_step(config),
     out_shardings=NamedSharding(mesh, PartitionSpec()),
-    compiler_options=compiler_options(),
+    compiler_options=compiler_options(mesh),
   )
   return step.lower(state, batch).compile()
 

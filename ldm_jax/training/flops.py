@@ -10,18 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from ldm_jax.config import MixerConfig, ModelConfig
-
-# Dense bfloat16 peak of one TensorCore, FLOP/s: the data sheets' number for a chip, over its cores.
-_PEAK_PER_CORE = {
-  "TPU v4": 275e12 / 2,
-  "TPU v5 lite": 197e12,
-  "TPU v5e": 197e12,
-  "TPU v5": 459e12 / 2,
-  "TPU v5p": 459e12 / 2,
-  "TPU v6 lite": 918e12,
-  "TPU v6e": 918e12,
-  "TPU7x": 2307e12 / 2,
-}
+from ldm_jax.tpu import chip_of
 
 
 def model_flops_per_token(model: ModelConfig, sequence_length: int) -> int:
@@ -81,9 +70,8 @@ def peak_flops(device: jax.Device | Any) -> float | None:
 
   A v4 or v5p chip is one device of two cores, a TPU7x chip two devices of one.
   """
-  per_core = _PEAK_PER_CORE.get(device.device_kind)
-  cores = getattr(device, "num_cores", None)
-  return per_core * cores if per_core and cores else None
+  chip, cores = chip_of(device), getattr(device, "num_cores", None)
+  return chip.flops / chip.cores * cores if chip and cores else None
 
 
 def mesh_peak_flops(mesh: Mesh) -> float | None:

@@ -15,6 +15,7 @@ from ldm_jax.config import Config, to_json
 from ldm_jax.data import ByteTokenizer
 from ldm_jax.environment import check_platform
 from ldm_jax.errors import DivergedError
+from ldm_jax.model import attention_form
 from ldm_jax.sampling import sample
 from ldm_jax.sharding import check_divisible, make_mesh
 from ldm_jax.training.depth_metrics import compile_depth_step, depth_values
@@ -56,6 +57,7 @@ def train(config: Config, workdir: PathLike) -> int:
     processes.check_agreement("configuration", to_json(without_local_settings(config)))
     mesh = make_mesh(config.mesh)
     check_divisible(config, mesh)
+    attention_form(config, mesh)  # refuses one that cannot run
     run = open_run(config, workdir, mesh)
     # Closing waits for the other processes, so an error has to end this one before that.
     with contextlib.closing(run), processes.failing_at_once(), jax.set_mesh(mesh):
@@ -77,7 +79,7 @@ def _train_steps(run: Run, stop: StopRequest) -> bool:
   eval_step = jax.jit(
     make_eval_step(run.config),
     out_shardings=NamedSharding(run.mesh, PartitionSpec()),
-    compiler_options=compiler_options(),
+    compiler_options=compiler_options(run.mesh),
   )
   _evaluate_if_due(run, first, eval_step, stop)
   if first == config.steps:
@@ -96,9 +98,9 @@ def _train_steps(run: Run, stop: StopRequest) -> bool:
     compile_for = functools.partial(compile_depth_step, run.config, run.mesh, run.state)
     depth_step = _compile(run, "depth metrics", compile_for)
   throughput, pending = Throughput(), None
-  with run.dataset.train_batches(first, config.steps, *run.own_part) as batches:
+  with run.dataset.train_batches(first, config.steps, run.own_rows) as batches:
     for done, rows in zip(range(first + 1, config.steps + 1), batches, strict=True):
-      batch, depth = put_batch(run.mesh, rows, *run.own_part), None
+      batch, depth = _put(run, rows), None
       if run.profile.begins_after(done - 1):
         with _outside_training(run, throughput):
           run.profile.begin()
@@ -133,11 +135,14 @@ def _due(step, every, last):
 def _compile(run: Run, what: str, compile_for: Callable) -> jax.stages.Compiled:
   """Calls `compile_for(batch)` and says how long it took."""
   start = time.perf_counter()
-  rows = run.dataset.train_batch(0, *run.own_part)
-  compiled = compile_for(put_batch(run.mesh, rows, *run.own_part))
+  compiled = compile_for(_put(run, run.dataset.train_batch(0, run.own_rows)))
   run.progress.say(f"compiled the {what} in {time.perf_counter() - start:.1f} s")
   run.progress.skip(time.perf_counter() - start)
   return compiled
+
+
+def _put(run, rows):
+  return put_batch(run.mesh, rows, run.own_rows, run.config.data.batch_size)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from ldm_jax import processes
 from ldm_jax.config import Config
 from ldm_jax.data import Dataset, load_dataset
 from ldm_jax.errors import DivergedError, InputError
-from ldm_jax.model import mixer_parameter_count, parameter_count
+from ldm_jax.model import attention_form, mixer_parameter_count, parameter_count
 from ldm_jax.sharding_report import sharding_lines
 from ldm_jax.training.checkpoint import Checkpointer
 from ldm_jax.training.flops import mesh_peak_flops, mixer_flops_per_token, model_flops_per_token
@@ -41,7 +41,7 @@ class Run:
     state: after the newest finished step.
     tokens: real targets up to there.
     workdir: folder of the run.
-    own_part: which part of a batch this process loads, see `processes.own_rows`.
+    own_rows: which rows of a batch this process loads, see `processes.own_rows`.
     profile: the steps to trace.
   """
 
@@ -55,7 +55,7 @@ class Run:
   state: TrainState
   tokens: int
   workdir: epath.Path
-  own_part: tuple[int, int]
+  own_rows: tuple[int, ...]
   profile: ProfileWindow
 
   def save(self) -> None:
@@ -113,7 +113,7 @@ def open_run(config: Config, workdir: PathLike, mesh: Mesh) -> Run:
     InputError: if data or workdir cannot be used, or hold another run.
     TrainingError: if no checkpoint of the workdir loads.
   """
-  own_part = processes.own_rows(mesh, config.data.batch_size)
+  own_rows = processes.own_rows(mesh, config.data.batch_size)
   workdir = epath.Path(workdir)
   notes = open_workdir(workdir, config)
   processes.check_shared(workdir)
@@ -161,7 +161,7 @@ def open_run(config: Config, workdir: PathLike, mesh: Mesh) -> Run:
     state=state,
     tokens=record["tokens"],
     workdir=workdir,
-    own_part=own_part,
+    own_rows=own_rows,
     profile=profile,
   )
 
@@ -200,6 +200,9 @@ def _summary(config, mesh, dataset, state):
   yield f"devices: {mesh.size} x {mesh.devices.flat[0].device_kind}" + (
     f" ({shape})" if shape else ""
   )
+  form, reason = attention_form(config, mesh)
+  on_tpu = mesh.devices.flat[0].platform == "tpu"  # elsewhere nothing else is to be had
+  yield f"attention: {form}" + (f" ({reason})" if reason and on_tpu else "")
   yield _work(config, mesh)
   if mesh.size > 1:
     yield from sharding_lines(state.params, state.optimizer_state)

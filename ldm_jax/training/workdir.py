@@ -16,6 +16,7 @@ from ldm_jax.typing import PathLike
 
 # Settings that change neither the model, nor the data, nor what a step computes but for rounding.
 _FREE = {
+  "model.attention",
   "data.path",  # the same data in another place; other data are told by their fingerprint
   "data.tokenizer",
   "data.workers",

@@ -47,16 +47,16 @@ def happen():
     os.kill(os.getpid(), signal.Signals[event])
 
 @contextlib.contextmanager
-def train_batches(self, first, stop, *part):
+def train_batches(self, first, stop, own):
   def kept(batches):
     for step, batch in enumerate(batches, first):
-      np.save(f"{rows}/{step}-{part[0]}-of-{part[1]}.npy", batch.tokens)
+      np.save(f"{rows}/{step}-{'_'.join(map(str, own))}.npy", batch.tokens)
       if step == int(at):
         happen()
       if int(at) >= 0:
         time.sleep(0.3)  # the notice of a signal takes a second to reach the others
       yield batch
-  with original(self, first, stop, *part) as batches:
+  with original(self, first, stop, own) as batches:
     yield kept(batches)
 
 Dataset.train_batches = train_batches
@@ -159,10 +159,20 @@ def test_two_processes_that_are_stopped_killed_and_out_of_disk_train_as_one(tmp_
   assert codes == [0, 0], outputs
   assert f"resuming {tmp_path / 'run'} after step 12" in outputs[0]
   assert_as_alone(config, tmp_path)
+  assert_loaded(config, tmp_path, [4, 4])
+
+
+def assert_loaded(config, folder, sizes):
+  """The processes loaded so many rows each, none twice, and together those of every batch."""
   dataset = load_dataset(config)
-  for step in range(24):
-    halves = [np.load(tmp_path / "rows" / f"{step}-{part}-of-2.npy") for part in range(2)]
-    np.testing.assert_array_equal(np.concatenate(halves), dataset.train_batch(step).tokens)
+  for step in range(config.train.steps):
+    files = list((folder / "rows").glob(f"{step}-*.npy"))
+    parts = [[int(row) for row in path.stem.split("-")[1].split("_")] for path in files]
+    assert list(map(len, parts)) == sizes
+    whole = np.full((config.data.batch_size, config.data.sequence_length), -1, np.int32)
+    for path, rows in zip(files, parts, strict=True):
+      whole[rows] = np.load(path)
+    np.testing.assert_array_equal(whole, dataset.train_batch(step).tokens)
 
 
 @pytest.mark.slow
@@ -181,8 +191,7 @@ def test_processes_train_as_one_on_every_mesh(count, kind, mesh, parts, tmp_path
   codes, outputs = start_all(tmp_path, config, count=count)
   assert codes == [0] * count, outputs
   assert_as_alone(config, tmp_path)
-  names = {path.name for path in (tmp_path / "rows").glob("0-*")}
-  assert names == {f"0-{part}-of-{parts}.npy" for part in range(parts)}
+  assert_loaded(config, tmp_path, [8 // parts] * parts)
 
 
 @pytest.mark.slow
@@ -353,7 +362,7 @@ def test_a_tpu_vm_that_cannot_join_says_so_in_one_line(error, monkeypatch):
   "mesh", [{}, {"data": 2, "tensor": 4}, {"data": 1, "fsdp": 2, "sequence": 4}], ids=str
 )
 def test_one_process_loads_everything(mesh):
-  assert processes.own_rows(make_mesh(MeshConfig(**mesh)), 8) == (0, 1)
+  assert processes.own_rows(make_mesh(MeshConfig(**mesh)), 8) == tuple(range(8))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,312 @@
+"""What a training step would need on a TPU slice: memory, work, traffic and exchanges.
+
+Every number comes from the program that libtpu's compiler makes of the real train step for that
+slice, or from the chip's data sheet.  They are models: nothing is run or timed.
+"""
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from ldm_jax.config import Config
+from ldm_jax.errors import InputError
+from ldm_jax.hlo import collectives, estimated_cycles, parse
+from ldm_jax.hlo_costs import (
+  PaddedArray,
+  attention_kernel_flops,
+  hbm_bytes,
+  kernels,
+  largest_arrays,
+  product_flops,
+)
+from ldm_jax.model import attention_form
+from ldm_jax.sharding import check_divisible, make_mesh
+from ldm_jax.sharding_report import bytes_per_device
+from ldm_jax.tpu import Chip, chip_of, topology_devices
+from ldm_jax.training.step import abstract_state, compile_train_step_for
+
+# Share of the memory that programs can take which a plan leaves free: for the evaluation program,
+# batches on their way in, and holes between arrays.
+RESERVE = 0.05
+
+
+class Exchanges(NamedTuple):
+  """All exchanges of one kind in a step, on one device; see `hlo.Collective`."""
+
+  count: float
+  bytes: float
+  received_bytes: float
+
+
+class StepCost(NamedTuple):
+  """What a compiled train step needs on one device.
+
+  temporary_bytes: activations, gradients and everything else that lives within a step.
+  state_bytes: the train state and a batch, and padding of both.
+  code_bytes: the program itself.
+  flops: of all matrix products, recomputation included, elementwise work and kernels other than
+    attention not; see `hlo_costs.product_flops` and `attention_kernel_flops`.
+  hbm_bytes: moved between main memory and cores, see `hlo_costs.hbm_bytes`.
+  cycles: the compiler's own estimates, summed; hand-written kernels have none.
+  exchanges: by kind.
+  arrays: the largest, as they lie in memory.
+  kernels: runs of each hand-written kernel.
+  """
+
+  temporary_bytes: float
+  state_bytes: float
+  code_bytes: float
+  flops: float
+  hbm_bytes: float
+  cycles: float
+  exchanges: Mapping[str, Exchanges]
+  arrays: Sequence[PaddedArray]
+  kernels: Mapping[str, float]
+
+
+class Measure(NamedTuple):
+  """What one compilation says: `needed_bytes` of a device's memory, and the rest if it fits."""
+
+  needed_bytes: float
+  cost: StepCost | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """A config on a slice.  Bytes, FLOPs and seconds are those of one device in one step.
+
+  Attributes:
+    config: the run.
+    topology: the slice.
+    chip: its data sheet.
+    mesh_shape: sizes of the mesh axes.
+    parameter_bytes: exact.
+    optimizer_bytes: exact.
+    needed_bytes: all that the step needs.
+    usable_bytes: what the chip has for it; `RESERVE` of that stays free.
+    cost: of the step; None if even the shallow models do not fit.
+    compiled_blocks: depths that were compiled; the config's own, or those it is extrapolated from.
+  """
+
+  config: Config
+  topology: str
+  chip: Chip
+  mesh_shape: Mapping[str, int]
+  parameter_bytes: int
+  optimizer_bytes: int
+  needed_bytes: float
+  usable_bytes: float
+  cost: StepCost | None
+  compiled_blocks: tuple[int, ...]
+
+  @property
+  def chips(self) -> int:
+    """How many the slice has."""
+    return math.prod(self.mesh_shape.values()) // self.chip.devices
+
+  @property
+  def limit_bytes(self) -> float:
+    """What a step may take."""
+    return (1 - RESERVE) * self.usable_bytes
+
+  @property
+  def fits(self) -> bool:
+    """Whether the step needs no more than `limit_bytes`."""
+    return self.needed_bytes <= self.limit_bytes
+
+  @property
+  def seconds(self) -> dict[str, float]:
+    """The least time for a step's "products", "HBM" and "exchanges" at data sheet rates."""
+    if self.cost is None:
+      return {}
+    chip = self.chip
+    amounts = {
+      "products": (self.cost.flops, chip.flops),
+      "HBM": (self.cost.hbm_bytes, chip.hbm_rate),
+      "exchanges": (self.received_bytes, chip.ici_rate),
+    }
+    return {name: amount / (rate / chip.devices) for name, (amount, rate) in amounts.items()}
+
+  @property
+  def received_bytes(self) -> float:
+    """What a device receives from others; 0 if not known."""
+    return sum(e.received_bytes for e in self.cost.exchanges.values()) if self.cost else 0
+
+  @property
+  def most_tokens_per_second(self) -> float | None:
+    """Of the whole slice, if the slowest of `seconds` hid the others; None if not known."""
+    data = self.config.data
+    tokens = data.batch_size * data.sequence_length
+    return tokens / max(self.seconds.values()) if self.cost else None
+
+
+Say = Callable[[str], Any]
+
+
+def plan(
+  config: Config,
+  topology: str,
+  blocks: Sequence[int] | None = (2, 4),
+  say: Say = lambda line: None,
+) -> Plan:
+  """Compiles the train step for a slice and adds up what it needs.
+
+  Args:
+    config: the run; its mesh is laid over the devices of the slice.
+    topology: such as "v5e:4x4", see `tpu.topology_devices`.
+    blocks: depths to compile, from which the config's own depth is extrapolated: along a line
+      through two, a parabola through three.  None compiles the config's depth.
+    say: takes lines about what is being done.
+
+  Raises:
+    InputError: for a slice that does not exist, a mesh that does not fit it, or sizes that the mesh
+      cannot split.
+  """
+  mesh = _mesh(config, topology)
+  chip = chip_of(mesh.devices.flat[0])
+  depth = config.model.blocks
+  depths = check_depths(blocks, depth)
+  state = abstract_state(config, mesh)
+  measures = [_measure(with_blocks(config, blocks), mesh, say) for blocks in depths]
+  needed, cost = extrapolate(depths, measures, depth)
+  return Plan(
+    config=config,
+    topology=topology,
+    chip=chip,
+    mesh_shape=dict(mesh.shape),
+    parameter_bytes=bytes_per_device(state.params),
+    optimizer_bytes=bytes_per_device(state.optimizer_state),
+    needed_bytes=needed,
+    usable_bytes=min(chip.usable_bytes, chip.hbm_bytes) / chip.devices,
+    cost=cost,
+    compiled_blocks=depths,
+  )
+
+
+def state_bytes(config: Config, topology: str) -> int:
+  """Bytes of parameters and optimizer state on one device; compiles nothing.
+
+  Raises:
+    InputError: as `plan`.
+  """
+  mesh = _mesh(config, topology)
+  state = abstract_state(config, mesh)
+  return bytes_per_device((state.params, state.optimizer_state))
+
+
+def _mesh(config, topology):
+  mesh = make_mesh(config.mesh, topology_devices(topology))
+  check_divisible(config, mesh)
+  attention_form(config, mesh)  # refuses one that cannot run
+  return mesh
+
+
+def check_depths(blocks: Sequence[int] | None, depth: int) -> tuple[int, ...]:
+  """The depths to compile for a model of `depth` blocks.
+
+  Raises:
+    InputError: unless they are two or three different ones.
+  """
+  if blocks is None:
+    return (depth,)
+  if len(blocks) not in (2, 3) or list(blocks) != sorted({*blocks}) or min(blocks) < 1:
+    raise InputError(
+      f"--blocks {','.join(map(str, blocks))}: give two or three rising depths, such as 2,4, or "
+      "--full for the real one"
+    )
+  return (depth,) if depth <= max(blocks) else tuple(blocks)
+
+
+def with_blocks(config: Config, blocks: int) -> Config:
+  """The same run with another depth."""
+  return dataclasses.replace(config, model=dataclasses.replace(config.model, blocks=blocks))
+
+
+def _measure(config, mesh, say):
+  start = time.perf_counter()
+  result = measure(config, mesh)
+  say(f"compiled {config.model.blocks} blocks in {time.perf_counter() - start:.0f} s")
+  return result
+
+
+def measure(config: Config, mesh: Mesh) -> Measure:
+  """Compiles the train step for the devices of a mesh and reads what it needs.
+
+  Raises:
+    jax.errors.JaxRuntimeError: if the compiler fails for another reason than memory.
+  """
+  try:
+    compiled = compile_train_step_for(config, mesh)
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    return Measure(_needed(str(error)), None)
+  memory, program = compiled.memory_analysis(), parse(compiled.as_text())
+  cost = StepCost(
+    temporary_bytes=memory.temp_size_in_bytes,
+    state_bytes=memory.argument_size_in_bytes
+    + max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes),
+    code_bytes=memory.generated_code_size_in_bytes,
+    flops=product_flops(program) + attention_kernel_flops(program),
+    hbm_bytes=hbm_bytes(program),
+    cycles=estimated_cycles(program),
+    exchanges=_by_kind(collectives(program)),
+    arrays=largest_arrays(program),
+    kernels=kernels(program),
+  )
+  return Measure(cost.temporary_bytes + cost.state_bytes + cost.code_bytes, cost)
+
+
+def _needed(message):
+  """Bytes that the compiler says a program would take which is too large for it."""
+  amount, unit = re.search(r"\((\d+(?:\.\d+)?)([KMGT]?)\) exceeds", message).groups()
+  return float(amount) * 1024 ** " KMGT".index(unit or " ")
+
+
+def _by_kind(found):
+  kinds = {}
+  for one in found:
+    before = kinds.get(one.kind, Exchanges(0, 0, 0))
+    more = (one.runs, one.runs * one.bytes, one.received_bytes)
+    kinds[one.kind] = Exchanges(*(a + b for a, b in zip(before, more, strict=True)))
+  return kinds
+
+
+def extrapolate(
+  depths: Sequence[int], measures: Sequence[Measure], depth: int
+) -> tuple[float, StepCost | None]:
+  """Needed bytes and costs at `depth`, along the polynomial through those of other depths.
+
+  The largest arrays are those of the deepest measure.
+  """
+  weights = [
+    math.prod((depth - other) / (own - other) for other in depths if other != own) for own in depths
+  ]
+
+  def combine(*values):
+    return max(0.0, sum(weight * value for weight, value in zip(weights, values, strict=True)))
+
+  needed = combine(*(one.needed_bytes for one in measures))
+  costs = [one.cost for one in measures]
+  if None in costs:
+    return needed, None
+  kinds = {kind: None for cost in costs for kind in cost.exchanges}
+  names = {name: None for cost in costs for name in cost.kernels}
+  nothing = Exchanges(0, 0, 0)
+  merged = {
+    field: combine(*(getattr(cost, field) for cost in costs))
+    for field in StepCost._fields
+    if field not in ("exchanges", "arrays", "kernels")
+  }
+  exchanges = {
+    kind: Exchanges(*map(combine, *(cost.exchanges.get(kind, nothing) for cost in costs)))
+    for kind in kinds
+  }
+  runs = {name: combine(*(cost.kernels.get(name, 0) for cost in costs)) for name in names}
+  return needed, StepCost(**merged, exchanges=exchanges, arrays=costs[-1].arrays, kernels=runs)
