@@ -147,15 +147,17 @@ def _moved(program, instruction, computation):
   if instruction.opcode == "fusion":
     inside = program.computations[re.search(r"calls=%?([\w.-]+)", instruction.attributes)[1]]
     return _fusion_moved(program, instruction, inside, computation)
-  reads = _in_memory(a for name in instruction.operands for a in computation[name].arrays)
+  sources = [array for name in instruction.operands for array in computation[name].arrays]
   arrays = instruction.arrays
-  if instruction.opcode.endswith("-start"):  # copy-start: target, source, context
+  if instruction.opcode == "copy-start":  # gives target, source, context
     arrays = arrays[:1]
-  if instruction.opcode in _SLICES:
-    return 2 * _in_memory(arrays)
+  elif instruction.opcode == "slice-start":  # source, target, context
+    arrays = arrays[1:2]
+  if instruction.opcode in (*_SLICES, "slice-start"):
+    return arrays[0].padded_bytes * [sources[0].space, arrays[0].space].count(0)
   if instruction.opcode == "dynamic-update-slice":
-    return 2 * _in_memory(computation[instruction.operands[1]].arrays)
-  return reads + _in_memory(arrays)
+    return sources[1].padded_bytes * [sources[0].space, sources[1].space].count(0)
+  return _in_memory(sources) + _in_memory(arrays)
 
 
 def _fusion_moved(program, fusion, inside, computation):

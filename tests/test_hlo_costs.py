@@ -142,6 +142,14 @@ X, W, PART = 4 * 8 * 256, 4 * 256 * 128, 4 * 8 * 128
       X,
     ),
     (
+      "((f32[256,128]{1,0:T(8,128)}), f32[8,128]{1,0:T(8,128)S(1)}, s32[]{:S(2)}) "
+      "slice-start(%w), slice={[0:8], [0:128]}",
+      PART,
+    ),
+    ("f32[8,128]{1,0:T(8,128)S(1)} dynamic-slice(%w, %zero, %zero)", PART),
+    ("f32[8,128]{1,0:T(8,128)} slice(%w), slice={[0:8], [0:128]}", 2 * PART),
+    ("f32[256,128]{1,0:T(8,128)} dynamic-update-slice(%w, %part, %zero, %zero)", 2 * PART),
+    (
       "f32[16,256]{1,0:T(8,128)} all-gather(%x), channel_id=1, replica_groups=[1,2]<=[2]",
       3 * X,
     ),
