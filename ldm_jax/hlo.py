@@ -273,8 +273,8 @@ def collectives(program: Program | str) -> list[Collective]:
   """Every exchange between devices once.
 
   XLA for TPUs spreads one exchange over several fusions, to hide it behind computation; the pieces
-  have its channel in common.  It writes a reduce-scatter as an all-reduce inside a fusion
-  `all-reduce-scatter`.
+  have a `chain_id` in common (not a channel: all those of a `shard_map` have the same).  It writes
+  a reduce-scatter as an all-reduce inside a fusion `all-reduce-scatter`.
   """
   program = parse(program) if isinstance(program, str) else program
   found = {}
@@ -283,8 +283,8 @@ def collectives(program: Program | str) -> list[Collective]:
       kind, _, end = instruction.opcode.partition("-start")
       if kind not in _KINDS or end or not program.runs[name]:
         continue
-      channel = re.search(r"channel_id=(\d+)", instruction.attributes)
-      key = (kind, channel[1]) if channel else (name, instruction.name)
+      chain = re.search(r'chain_id="(\d+)"', instruction.attributes)
+      key = (kind, chain[1]) if chain else (name, instruction.name)
       if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"
       collective = _collective(kind, instruction, computation, program.runs[name])

@@ -16,20 +16,20 @@ HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[16,8]{1,0}
 
 %begin (in.0: bf16[2,8]) -> (bf16[2,8], bf16[16,8]) {
   %in.0 = bf16[2,8]{1,0:T(2,128)(2,1)} parameter(0)
-  %all-gather.1 = bf16[16,8]{1,0:T(8,128)(2,1)} all-gather(%in.0), channel_id=3, \
-replica_groups=mesh['a'=8,'b'=1] {'a'}, dimensions={0}
+  %all-gather.1 = bf16[16,8]{1,0:T(8,128)(2,1)} all-gather(%in.0), channel_id=1, \
+replica_groups=mesh['a'=8,'b'=1] {'a'}, dimensions={0}, frontend_attributes={chain_id="3"}
   ROOT %pair = (bf16[2,8]{1,0}, bf16[16,8]{1,0}) tuple(%in.0, %all-gather.1)
 }
 
 %end (in.1: bf16[2,8]) -> bf16[16,8] {
   %in.1 = bf16[2,8]{1,0} parameter(0)
-  ROOT %all-gather.2 = bf16[16,8]{1,0} all-gather(%in.1), channel_id=3, \
-replica_groups=mesh['a'=8,'b'=1] {'a'}, dimensions={0}
+  ROOT %all-gather.2 = bf16[16,8]{1,0} all-gather(%in.1), channel_id=1, \
+replica_groups=mesh['a'=8,'b'=1] {'a'}, dimensions={0}, frontend_attributes={chain_id="3"}
 }
 
 %all-reduce-scatter.5 (in.2: f32[16,8]) -> f32[2,8] {
   %in.2 = f32[16,8]{1,0} parameter(0)
-  %all-reduce.9 = f32[16,8]{1,0} all-reduce(%in.2), channel_id=4, \
+  %all-reduce.9 = f32[16,8]{1,0} all-reduce(%in.2), channel_id=1, \
 replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
   ROOT %part = f32[2,8]{1,0} slice(%all-reduce.9), slice={[0:2], [0:8]}
 }
@@ -64,7 +64,7 @@ ENTRY %main (p.0: f32[16,8], p.1: bf16[2,8]) -> f32[16,8] {
   %started = (bf16[2,8]{1,0}, bf16[16,8]{1,0}) fusion(%p.1), kind=kOutput, calls=%begin
   %ended = bf16[16,8]{1,0} fusion(%p.1), kind=kOutput, calls=%end, \
 backend_config={"estimated_cycles":"7","flag":"x"}
-  %reduce-start = f32[16,8]{1,0} all-reduce-start(%p.0), channel_id=5, \
+  %reduce-start = f32[16,8]{1,0} all-reduce-start(%p.0), channel_id=1, \
 replica_groups=[4,2]<=[8], to_apply=%add
   %reduce-done = f32[16,8]{1,0} all-reduce-done(%reduce-start)
   %permute-start = (bf16[2,8]{1,0}, bf16[2,8]{1,0}, u32[], u32[]) \
