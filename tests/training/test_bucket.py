@@ -2,12 +2,14 @@
 
 import json
 import signal
+import sys
 
 import chex
 import jax
 import jax.numpy as jnp
 import pytest
 
+from ldm_jax import compare
 from ldm_jax.config import to_json
 from ldm_jax.environment import compilation_cache
 from ldm_jax.errors import InputError, TrainingError
@@ -20,8 +22,8 @@ from ldm_jax.training.workdir import save_config
 from tests import bucket
 from tests.rig import final_state, signal_at, tiny_config, trace, with_model
 
-# gcsfs sessions close in a thread of their own, after the test that opened them.
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+# After a save that failed, TensorStore's writes still report to orbax's event loop, a closed one.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +143,9 @@ def test_a_profile_reaches_the_bucket_when_it_ends(served):
   assert not any(name.startswith("runs/profile/") for name in served.objects)
   window.end()
   assert any(name.startswith("runs/profile/plugins/profile/") for name in served.objects)
+
+
+def test_a_comparison_is_not_kept_in_a_bucket(monkeypatch):
+  monkeypatch.setattr(sys, "argv", ["compare", "--out", "gs://bucket/compare"])
+  with pytest.raises(InputError, match="on disks, not in buckets"):
+    compare.main()
