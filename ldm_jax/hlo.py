@@ -273,8 +273,9 @@ def collectives(program: Program | str) -> list[Collective]:
   """Every exchange between devices once.
 
   XLA for TPUs spreads one exchange over several fusions, to hide it behind computation; the pieces
-  have a `chain_id` in common (not a channel: all those of a `shard_map` have the same).  It writes
-  a reduce-scatter as an all-reduce inside a fusion `all-reduce-scatter`.
+  have a `chain_id` in common (not a channel: all those of a `shard_map` have the same), and some
+  may run more often, in a loop while the exchange is on its way.  A reduce-scatter is written as
+  an all-reduce inside a fusion `all-reduce-scatter`.
   """
   program = parse(program) if isinstance(program, str) else program
   found = {}
@@ -288,7 +289,8 @@ def collectives(program: Program | str) -> list[Collective]:
       if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"
       collective = _collective(kind, instruction, computation, program.runs[name])
-      found.setdefault(key, collective)
+      if key not in found or collective.runs < found[key].runs:
+        found[key] = collective
   return list(found.values())
 
 

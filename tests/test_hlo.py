@@ -4,7 +4,8 @@ import pytest
 
 from ldm_jax.hlo import collectives, estimated_cycles, group_size, parse, parse_arrays
 
-# One exchange each way; the first all-gather is spread over two fusions, the loop runs 4 times.
+# One exchange each way; the all-gather is spread over three fusions, one of them in the loop,
+# which runs 4 times.
 PROGRAM = """\
 HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[16,8]{1,0})->f32[16,8]{1,0}}
 
@@ -12,6 +13,12 @@ HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[16,8]{1,0}
   %x = f32[] parameter(0)
   %y = f32[] parameter(1)
   ROOT %sum = f32[] add(%x, %y)
+}
+
+%onward (in.4: bf16[2,8]) -> bf16[16,8] {
+  %in.4 = bf16[2,8]{1,0} parameter(0)
+  ROOT %all-gather.3 = bf16[16,8]{1,0} all-gather(%in.4), channel_id=1, \
+replica_groups=mesh['a'=8,'b'=1] {'a'}, dimensions={0}, frontend_attributes={chain_id="3"}
 }
 
 %begin (in.0: bf16[2,8]) -> (bf16[2,8], bf16[16,8]) {
@@ -40,6 +47,7 @@ replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
   %count = s32[] get-tuple-element(%state), index=0
   %scattered = f32[2,8]{1,0} fusion(%carried), kind=kCustom, calls=%all-reduce-scatter.5, \
 backend_config={"estimated_cycles":"100"}
+  %meanwhile = bf16[16,8]{1,0} fusion(%carried), kind=kOutput, calls=%onward
   %one = s32[] constant(1)
   %more = s32[] add(%count, %one)
   ROOT %next = (s32[], f32[16,8]{1,0}) tuple(%more, %carried)
@@ -111,7 +119,7 @@ def test_runs_and_fused_computations():
   runs = {name: program.runs[name] for name in ("main", "body", "condition", "never", "end")}
   assert runs == {"main": 1, "body": 4, "condition": 4, "never": 0, "end": 1}
   assert program.runs["all-reduce-scatter.5"] == 4
-  assert program.fused == {"begin", "end", "all-reduce-scatter.5", "add"}
+  assert program.fused == {"begin", "onward", "end", "all-reduce-scatter.5", "add"}
 
 
 @pytest.mark.parametrize(
