@@ -4,12 +4,14 @@ import contextlib
 import dataclasses
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
+import pytest
 
 from ldm_jax import Config, MixerConfig, ModelConfig
 from ldm_jax.comparison import Comparison
@@ -26,6 +28,7 @@ __all__ = [
   "VARIANTS",
   "ablations",
   "final_state",
+  "needs_libtpu",
   "refusal",
   "signal_at",
   "tiny_comparison",
@@ -36,6 +39,11 @@ __all__ = [
   "with_model",
   "write_config",
 ]
+
+# The compiler for TPUs has wheels for this platform only, and the test extra brings it there.
+needs_libtpu = pytest.mark.skipif(
+  (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="libtpu is for x86-64 Linux"
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -26,7 +26,9 @@ from ldm_jax.planning import (
 from ldm_jax.planning_search import changed_settings, cheapest_fit
 from ldm_jax.sharding import MESH_AXES, make_mesh, mesh_shape
 from ldm_jax.tpu import CHIPS, topology_devices
-from tests.rig import refusal, tiny_config, with_model, write_config
+from tests.rig import needs_libtpu, refusal, tiny_config, with_model, write_config
+
+pytestmark = needs_libtpu
 
 GIB = 2**30
 USABLE = CHIPS["v5e"].usable_bytes

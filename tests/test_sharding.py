@@ -24,7 +24,7 @@ from ldm_jax.sharding import (
 from ldm_jax.sharding_report import bytes_per_device, parameter_rows, sharding_lines
 from ldm_jax.tpu import topology_devices
 from ldm_jax.training.step import abstract_state, init_state
-from tests.rig import tiny_config, with_mixer, with_model
+from tests.rig import needs_libtpu, tiny_config, with_mixer, with_model
 
 
 def test_names_map_to_mesh_axes():
@@ -56,6 +56,7 @@ def test_mesh_sizes_resolve_or_are_refused():
       mesh_shape(bad, 8)
 
 
+@needs_libtpu
 @pytest.mark.parametrize(
   ("topology", "shape"),
   [("v5e:4x4", (16, 1, 1, 1)), ("v5e:4x4", (1, 4, 4, 1)), ("v5p:4x4x4", (1, 16, 4, 1))],

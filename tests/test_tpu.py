@@ -7,6 +7,9 @@ import pytest
 from ldm_jax import tpu
 from ldm_jax.errors import InputError
 from ldm_jax.tpu import CHIPS, chip_of, topology_devices
+from tests.rig import needs_libtpu
+
+pytestmark = needs_libtpu
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from ldm_jax.ops.attention import SPLASH_RESIDUALS, attention, splash_refusal
 from ldm_jax.sampling import sample
 from ldm_jax.sharding import MESH_AXES, make_mesh, partition_spec
 from ldm_jax.training.workdir import open_workdir, save_config
-from tests.rig import tiny_config, with_model
+from tests.rig import needs_libtpu, tiny_config, with_model
 
 # Lengths of the documents of a row; the last of one token are padding.
 DOCUMENTS = {128: (1, 70, 1, 2, 40, 14), 256: (1, 130, 60, 1, 64)}
@@ -291,12 +291,12 @@ def test_a_model_of_form_splash_can_be_sampled_at_any_length():
   assert texts[0] == texts[1]
 
 
+@needs_libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize(
   "mesh", [dict(fsdp=8), dict(fsdp=2, tensor=2, data=2), dict(fsdp=4, sequence=2)], ids=str
 )
 def test_a_tpu_runs_the_kernels_and_holds_no_logits(mesh, monkeypatch):
-  pytest.importorskip("libtpu")
   for name in ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
     monkeypatch.setenv(name, "1")
   topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4")

@@ -12,7 +12,9 @@ from ldm_jax.hlo import collectives
 from ldm_jax.sharding import make_mesh
 from ldm_jax.tpu import topology_devices
 from ldm_jax.training.step import compile_train_step_for
+from tests.rig import needs_libtpu
 
+pytestmark = needs_libtpu
 WIDTH, LENGTH, ROWS = 256, 256, 16
 MIXERS = {
   "preln": MixerConfig(kind="preln"),
