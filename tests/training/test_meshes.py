@@ -73,10 +73,13 @@ def test_a_run_on_a_mesh_is_the_run_on_one_device(name, sizes, alone):
   jax.tree.map(np.testing.assert_array_equal, weights, expected_weights)
   np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
   assert before == after
+  # With equal streams the weights of a read only scale what the next norm scales back: the gradient
+  # of those of hc and mhc is nothing but cancellation, 1e-7 of the whole one.
+  least = 1e-5 * np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(gradient)))
   for (path, leaf), expected in zip(
     jax.tree_util.tree_leaves_with_path(gradient), jax.tree.leaves(expected_gradient), strict=True
   ):
-    error = np.linalg.norm(leaf - expected) / max(np.linalg.norm(expected), 1e-7)
+    error = np.linalg.norm(leaf - expected) / max(np.linalg.norm(expected), least)
     assert error < 1e-5, (jax.tree_util.keystr(path), error)
 
 
