@@ -6,75 +6,22 @@ slice, or from the chip's data sheet.  They are models: nothing is run or timed.
 
 import dataclasses
 import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
-
-import jax
-from jax.sharding import Mesh
+from typing import Any
 
 from ldm_jax.config import Config
 from ldm_jax.errors import InputError
-from ldm_jax.hlo import collectives, estimated_cycles, parse
-from ldm_jax.hlo_costs import (
-  PaddedArray,
-  attention_kernel_flops,
-  hbm_bytes,
-  kernels,
-  largest_arrays,
-  product_flops,
-)
 from ldm_jax.model import attention_form
+from ldm_jax.planning_measure import StepCost, extrapolate, measure
 from ldm_jax.sharding import check_divisible, make_mesh
 from ldm_jax.sharding_report import bytes_per_device
 from ldm_jax.tpu import Chip, chip_of, topology_devices
-from ldm_jax.training.step import abstract_state, compile_train_step_for
+from ldm_jax.training.step import abstract_state
 
 # Share of the memory that programs can take which a plan leaves free: for the evaluation program,
 # batches on their way in, and holes between arrays.
 RESERVE = 0.05
-
-
-class Exchanges(NamedTuple):
-  """All exchanges of one kind in a step, on one device; see `hlo.Collective`."""
-
-  count: float
-  bytes: float
-  received_bytes: float
-
-
-class StepCost(NamedTuple):
-  """What a compiled train step needs on one device.
-
-  temporary_bytes: activations, gradients and everything else that lives within a step.
-  state_bytes: the train state and a batch, and padding of both.
-  code_bytes: the program itself.
-  flops: of all matrix products, recomputation included, elementwise work and kernels other than
-    attention not; see `hlo_costs.product_flops` and `attention_kernel_flops`.
-  hbm_bytes: moved between main memory and cores, see `hlo_costs.hbm_bytes`.
-  cycles: the compiler's own estimates, summed; hand-written kernels have none.
-  exchanges: by kind.
-  arrays: the largest, as they lie in memory.
-  kernels: runs of each hand-written kernel.
-  """
-
-  temporary_bytes: float
-  state_bytes: float
-  code_bytes: float
-  flops: float
-  hbm_bytes: float
-  cycles: float
-  exchanges: Mapping[str, Exchanges]
-  arrays: Sequence[PaddedArray]
-  kernels: Mapping[str, float]
-
-
-class Measure(NamedTuple):
-  """What one compilation says: `needed_bytes` of a device's memory, and the rest if it fits."""
-
-  needed_bytes: float
-  cost: StepCost | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,80 +180,3 @@ def _measure(config, mesh, say):
   result = measure(config, mesh)
   say(f"compiled {config.model.blocks} blocks in {time.perf_counter() - start:.0f} s")
   return result
-
-
-def measure(config: Config, mesh: Mesh) -> Measure:
-  """Compiles the train step for the devices of a mesh and reads what it needs.
-
-  Raises:
-    jax.errors.JaxRuntimeError: if the compiler fails for another reason than memory.
-  """
-  try:
-    compiled = compile_train_step_for(config, mesh)
-  except jax.errors.JaxRuntimeError as error:
-    if "RESOURCE_EXHAUSTED" not in str(error):
-      raise
-    return Measure(_needed(str(error)), None)
-  memory, program = compiled.memory_analysis(), parse(compiled.as_text())
-  cost = StepCost(
-    temporary_bytes=memory.temp_size_in_bytes,
-    state_bytes=memory.argument_size_in_bytes
-    + max(0, memory.output_size_in_bytes - memory.alias_size_in_bytes),
-    code_bytes=memory.generated_code_size_in_bytes,
-    flops=product_flops(program) + attention_kernel_flops(program),
-    hbm_bytes=hbm_bytes(program),
-    cycles=estimated_cycles(program),
-    exchanges=_by_kind(collectives(program)),
-    arrays=largest_arrays(program),
-    kernels=kernels(program),
-  )
-  return Measure(cost.temporary_bytes + cost.state_bytes + cost.code_bytes, cost)
-
-
-def _needed(message):
-  """Bytes that the compiler says a program would take which is too large for it."""
-  amount, unit = re.search(r"\((\d+(?:\.\d+)?)([KMGT]?)\) exceeds", message).groups()
-  return float(amount) * 1024 ** " KMGT".index(unit or " ")
-
-
-def _by_kind(found):
-  kinds = {}
-  for one in found:
-    before = kinds.get(one.kind, Exchanges(0, 0, 0))
-    more = (one.runs, one.runs * one.bytes, one.received_bytes)
-    kinds[one.kind] = Exchanges(*(a + b for a, b in zip(before, more, strict=True)))
-  return kinds
-
-
-def extrapolate(
-  depths: Sequence[int], measures: Sequence[Measure], depth: int
-) -> tuple[float, StepCost | None]:
-  """Needed bytes and costs at `depth`, along the polynomial through those of other depths.
-
-  The largest arrays are those of the deepest measure.
-  """
-  weights = [
-    math.prod((depth - other) / (own - other) for other in depths if other != own) for own in depths
-  ]
-
-  def combine(*values):
-    return max(0.0, sum(weight * value for weight, value in zip(weights, values, strict=True)))
-
-  needed = combine(*(one.needed_bytes for one in measures))
-  costs = [one.cost for one in measures]
-  if None in costs:
-    return needed, None
-  kinds = {kind: None for cost in costs for kind in cost.exchanges}
-  names = {name: None for cost in costs for name in cost.kernels}
-  nothing = Exchanges(0, 0, 0)
-  merged = {
-    field: combine(*(getattr(cost, field) for cost in costs))
-    for field in StepCost._fields
-    if field not in ("exchanges", "arrays", "kernels")
-  }
-  exchanges = {
-    kind: Exchanges(*map(combine, *(cost.exchanges.get(kind, nothing) for cost in costs)))
-    for kind in kinds
-  }
-  runs = {name: combine(*(cost.kernels.get(name, 0) for cost in costs)) for name in names}
-  return needed, StepCost(**merged, exchanges=exchanges, arrays=costs[-1].arrays, kernels=runs)
