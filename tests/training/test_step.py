@@ -138,32 +138,6 @@ def test_z_loss_and_clipping_change_the_step_but_not_the_reported_loss():
     assert max(jax.tree.leaves(moved.optimizer_state)) > 1e-6
 
 
-@pytest.mark.parametrize(
-  ("kind", "mesh"),
-  [
-    pytest.param(
-      kind,
-      mesh,
-      id=f"{kind}-{'-'.join(map(str, mesh.values())) or 'data'}",
-      marks=() if kind in ("preln", "ldm") and "tensor" in mesh else pytest.mark.slow,
-    )
-    for kind in ("preln", "ldm", "attnres", "hc", "mhc")
-    for mesh in ({}, {"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2})
-  ],
-)
-def test_eight_devices_compute_what_one_does(kind, mesh):
-  config = tiny_config(kind)
-  batch = random_batch(real=[32, 1, 5, 32, 8, 0, 3, 1])
-  meshes = (ONE_DEVICE, make_mesh(MeshConfig(**mesh)))
-  chex.assert_trees_all_equal(*(jax.device_get(init_state(config, m).params) for m in meshes))
-  alone, wide = (run_step(config, batch, m) for m in meshes)
-  chex.assert_trees_all_close(wide[1], alone[1], rtol=1e-5, atol=1e-6)
-  # The moments after one step are the gradients; the parameters are their signs, however small.
-  chex.assert_trees_all_close(
-    wide[0].optimizer_state, alone[0].optimizer_state, rtol=1e-4, atol=1e-7
-  )
-
-
 def test_parameters_are_really_split_and_stay_so():
   mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
   config = tiny_config()
