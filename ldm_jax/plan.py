@@ -7,7 +7,7 @@ slice.  Its memory, matrix products, traffic and exchanges are read from the pro
 times follow from the chip's data sheet.  Nothing is run or timed: all figures are modelled.
 
 Two depths are compiled and the config's own is extrapolated; --full compiles it, and takes long.  A
-run that does not fit is changed until it does (ldm_jax/planning_search.py has the order), and the
+run that does not fit is changed until it does (ldm_jax/planning/search.py has the order), and the
 settings to add are printed.
 
 Exit codes: 0 the run fits as it is, 1 it does not, 2 bad configuration or input.
@@ -24,9 +24,9 @@ import jax
 from ldm_jax.command_line import parse_config_arguments, run_command
 from ldm_jax.config import Config, MixerConfig, with_mixer
 from ldm_jax.errors import InputError
-from ldm_jax.planning import Plan, plan, state_bytes
-from ldm_jax.planning_report import array_lines, as_arguments, as_json, heading, table, verdict
-from ldm_jax.planning_search import changed_settings, cheapest_fit
+from ldm_jax.planning.plans import Plan, plan, state_bytes
+from ldm_jax.planning.report import array_lines, as_arguments, as_json, heading, table, verdict
+from ldm_jax.planning.search import changed_settings, cheapest_fit
 
 __all__ = ["Plan", "main", "plan"]
 

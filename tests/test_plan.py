@@ -7,15 +7,16 @@ import math
 import jax
 import pytest
 
-from ldm_jax import planning, planning_measure
 from ldm_jax.config import Config, MeshConfig
 from ldm_jax.errors import InputError
-from ldm_jax.hlo import parse_arrays
-from ldm_jax.hlo_costs import PaddedArray
+from ldm_jax.hlo.costs import PaddedArray
+from ldm_jax.hlo.program import parse_arrays
 from ldm_jax.plan import main
-from ldm_jax.planning import RESERVE, Plan, plan, state_bytes
-from ldm_jax.planning_measure import Exchanges, Measure, StepCost, extrapolate
-from ldm_jax.planning_search import changed_settings, cheapest_fit
+from ldm_jax.planning import measure as measuring
+from ldm_jax.planning import plans
+from ldm_jax.planning.measure import Exchanges, Measure, StepCost, extrapolate
+from ldm_jax.planning.plans import RESERVE, Plan, plan, state_bytes
+from ldm_jax.planning.search import changed_settings, cheapest_fit
 from ldm_jax.sharding import MESH_AXES, make_mesh, mesh_shape
 from ldm_jax.tpu import CHIPS, topology_devices
 from tests.rig import needs_libtpu, refusal, tiny_config, with_model, write_config
@@ -69,7 +70,7 @@ class FakeCompiler:
 @pytest.fixture
 def compiler(monkeypatch):
   fake = FakeCompiler()
-  monkeypatch.setattr(planning, "measure", fake)
+  monkeypatch.setattr(plans, "measure", fake)
   return fake
 
 
@@ -178,8 +179,8 @@ def test_the_compilers_own_refusal_is_read(monkeypatch):
     def compile_train_step_for(config, mesh):
       raise jax.errors.JaxRuntimeError(message)
 
-    monkeypatch.setattr(planning_measure, "compile_train_step_for", compile_train_step_for)
-    return planning_measure.measure(config(), None)
+    monkeypatch.setattr(measuring, "compile_train_step_for", compile_train_step_for)
+    return measuring.measure(config(), None)
 
   text = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
   found = refuse(text + "temporaries (18.72G) exceeds available HBM (15.75G).")
@@ -321,7 +322,7 @@ def compiled_config(blocks, mixer="preln", **train):
 
 def measured(run, fsdp):
   mesh = make_mesh(MeshConfig(data=8 // fsdp, fsdp=fsdp), topology_devices("v5e:2x4"))
-  return planning_measure.measure(run, mesh).cost
+  return measuring.measure(run, mesh).cost
 
 
 def test_the_real_compiler_agrees_with_shapes_and_products():

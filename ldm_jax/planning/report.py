@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ldm_jax.planning import RESERVE, Plan
+from ldm_jax.planning.plans import RESERVE, Plan
 
 _SCHEMA = 1
 _GIB = 2**30

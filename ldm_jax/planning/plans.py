@@ -13,7 +13,7 @@ from typing import Any
 from ldm_jax.config import Config
 from ldm_jax.errors import InputError
 from ldm_jax.model import attention_form
-from ldm_jax.planning_measure import StepCost, extrapolate, measure
+from ldm_jax.planning.measure import StepCost, extrapolate, measure
 from ldm_jax.sharding import check_divisible, make_mesh
 from ldm_jax.sharding_report import bytes_per_device
 from ldm_jax.tpu import Chip, chip_of, topology_devices

@@ -9,8 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from ldm_jax.config import Config
-from ldm_jax.hlo import collectives, estimated_cycles, parse
-from ldm_jax.hlo_costs import (
+from ldm_jax.hlo.costs import (
   PaddedArray,
   attention_kernel_flops,
   hbm_bytes,
@@ -18,11 +17,12 @@ from ldm_jax.hlo_costs import (
   largest_arrays,
   product_flops,
 )
+from ldm_jax.hlo.program import collectives, estimated_cycles, parse
 from ldm_jax.training.step import compile_train_step_for
 
 
 class Exchanges(NamedTuple):
-  """All exchanges of one kind in a step, on one device; see `hlo.Collective`."""
+  """All exchanges of one kind in a step, on one device; see `hlo.program.Collective`."""
 
   count: float
   bytes: float
@@ -36,8 +36,8 @@ class StepCost(NamedTuple):
   state_bytes: the train state and a batch, and padding of both.
   code_bytes: the program itself.
   flops: of all matrix products, recomputation included, elementwise work and kernels other than
-    attention not; see `hlo_costs.product_flops` and `attention_kernel_flops`.
-  hbm_bytes: moved between main memory and cores, see `hlo_costs.hbm_bytes`.
+    attention not; see `hlo.costs.product_flops` and `attention_kernel_flops`.
+  hbm_bytes: moved between main memory and cores, see `hlo.costs.hbm_bytes`.
   cycles: the compiler's own estimates, summed; hand-written kernels have none.
   exchanges: by kind.
   arrays: the largest, as they lie in memory.

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 
 from ldm_jax.config import Config, flatten
 from ldm_jax.errors import InputError
-from ldm_jax.planning import Plan
+from ldm_jax.planning.plans import Plan
 
 _REMAT = ("none", "dots", "full")
 _LARGEST_TENSOR = 8

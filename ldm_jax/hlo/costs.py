@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from ldm_jax.hlo import HloArray, Instruction, Program, collectives, executed
+from ldm_jax.hlo.program import HloArray, Instruction, Program, collectives, executed
 
 # Instructions that move nothing: names for arrays, control, and the second half of a pair.
 _FREE = frozenset(

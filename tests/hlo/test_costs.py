@@ -2,14 +2,14 @@
 
 import pytest
 
-from ldm_jax.hlo import parse
-from ldm_jax.hlo_costs import (
+from ldm_jax.hlo.costs import (
   attention_kernel_flops,
   hbm_bytes,
   kernels,
   largest_arrays,
   product_flops,
 )
+from ldm_jax.hlo.program import parse
 
 
 def program(body, before=""):

@@ -1,0 +1,1 @@
+"""Reading compiled programs: what XLA made of them, and what that costs."""

@@ -1,0 +1,1 @@
+"""What a training step would need on a TPU slice; `python -m ldm_jax.plan` is its command."""
