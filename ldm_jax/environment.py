@@ -40,9 +40,10 @@ def check_platform(wanted: str = "any") -> None:
   asked = jax.config.jax_platforms or ""
   try:
     found = jax.default_backend()
-  except RuntimeError as error:
-    reason = str(error).splitlines()[0]
-    raise InputError(f"JAX_PLATFORMS={asked} cannot be used here: {reason}; {_way_out()}") from None
+  except (RuntimeError, AssertionError) as error:  # the second for a platform without its plugin
+    reason = (str(error) or "its plugin is not installed").splitlines()[0]
+    way_out = _way_out() if "tpu" in asked.split(",") else "set another or none"
+    raise InputError(f"JAX_PLATFORMS={asked} cannot be used here: {reason}; {way_out}") from None
   if wanted not in ("any", found):
     raise InputError(
       f"train.platform = {wanted}, but JAX runs on {found} here (JAX_PLATFORMS="

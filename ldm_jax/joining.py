@@ -47,6 +47,15 @@ def join(patience: int = 300) -> None:
         f"cannot join {awaited}: {_first_line(error)}; is the port of process 0 free, and did all "
         "start the same command?"
       ) from error
+  if _is_only_one():  # one host, such as of a v5e-8, has nobody to agree with
+    jax.distributed.shutdown()
+
+
+def _is_only_one():
+  try:
+    return jax.process_count() == 1
+  except (RuntimeError, AssertionError):  # no backend; `environment.check_platform` says why
+    return False
 
 
 def check_alone() -> None:
@@ -92,7 +101,9 @@ def _given():
 
 
 def _on_tpu_vm():
-  return bool(importlib.util.find_spec("libtpu")) and has_tpu()
+  asked = jax.config.jax_platforms
+  wanted = not asked or "tpu" in asked.split(",")
+  return wanted and bool(importlib.util.find_spec("libtpu")) and has_tpu()
 
 
 def _timeouts(patience):

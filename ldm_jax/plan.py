@@ -129,9 +129,9 @@ def _parse(argv) -> _Options:
     raise InputError("--topology is missing: the chip and slice shape, such as v5e:4x4")
   if own.compare is not None and own.compare not in _KINDS:
     raise InputError(f"--compare {own.compare}: known mixers are {', '.join(_KINDS)}")
-  if own.full and own.blocks:
+  if own.full and own.blocks is not None:
     raise InputError("--full compiles the real depth, so --blocks has no use; leave one out")
-  blocks = None if own.full else _depths(own.blocks or "2,4")
+  blocks = None if own.full else _depths("2,4" if own.blocks is None else own.blocks)
   return _Options(config, path.stem, own.topology, blocks, own.compare, own.json)
 
 

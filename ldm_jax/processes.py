@@ -22,6 +22,7 @@ from orbax.checkpoint import multihost
 
 from ldm_jax.environment import source_digest
 from ldm_jax.errors import InputError, TrainingError, report
+from ldm_jax.files import store_errors
 from ldm_jax.joining import asked_for
 from ldm_jax.sharding import partition_spec
 
@@ -57,19 +58,20 @@ def check_shared(folder: epath.Path) -> None:
   """Makes sure that a folder is the same one for all processes, which must call it together.
 
   Raises:
-    InputError: in all of them, naming those that do not see what the first one writes there.
+    InputError: in all of them, if the first one cannot write there, or naming those that do not see
+      what it writes.
   """
   if jax.process_count() == 1:
     return
   token = str(multihost_utils.broadcast_one_to_all(np.random.SeedSequence().entropy % 2**31))
   path = folder / ".shared"
+  written = True
   if is_first():
-    path.write_text(token)
+    written = _succeeds(folder, lambda: path.write_text(token) or True)
+  if not ask_first(written):
+    raise InputError(f"workdir {folder}: process 0 cannot write there; choose another --workdir")
   wait_for_all("shared folder written")
-  try:
-    seen = path.read_text() == token
-  except OSError:
-    seen = False
+  seen = _succeeds(folder, lambda: path.read_text() == token)
   blind = _numbers(~multihost_utils.process_allgather(np.asarray(seen)))
   if is_first():
     path.unlink()
@@ -78,6 +80,14 @@ def check_shared(folder: epath.Path) -> None:
       f"process {blind} does not see what process 0 writes to {folder}; choose "
       "a --workdir on a disk that all hosts share"
     )
+
+
+def _succeeds(folder, action):
+  try:
+    with store_errors(folder):
+      return bool(action())
+  except (OSError, UnicodeDecodeError):
+    return False
 
 
 def all_come(where: str, seconds: int = 60) -> bool:

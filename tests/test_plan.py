@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from ldm_jax.config import Config, MeshConfig
-from ldm_jax.errors import InputError
+from ldm_jax.errors import InputError, TrainingError
 from ldm_jax.hlo.costs import PaddedArray
 from ldm_jax.hlo.program import parse_arrays
 from ldm_jax.plan import main
@@ -185,8 +185,12 @@ def test_the_compilers_own_refusal_is_read(monkeypatch):
   text = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
   found = refuse(text + "temporaries (18.72G) exceeds available HBM (15.75G).")
   assert found == Measure(18.72 * GIB, None)
-  with pytest.raises(jax.errors.JaxRuntimeError, match="broken"):
-    refuse("INTERNAL: broken")
+  text = "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space "
+  assert refuse(text + "hbm. Used 20.50G of 15.75G hbm.") == Measure(20.5 * GIB, None)
+  with pytest.raises(TrainingError, match=r"cannot compile this step: RESOURCE_.*space vmem"):
+    refuse(text + "vmem. Used 20.50M of 16.00M vmem.")
+  with pytest.raises(TrainingError, match="libtpu cannot compile this step: INTERNAL: broken"):
+    refuse("INTERNAL: broken\nmore")
 
 
 class FakePlans:

@@ -115,8 +115,8 @@ _KINDS = (
 _ARRAY = re.compile(r"(\w+)\[([\d,<= ]*)\](?:\{([^{}]*)\})?")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{\s*$")
-_CALLED = re.compile(r"(calls|to_apply|body|condition|called_computations)=\{?%?([\w.-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_CALLED = re.compile(r"(calls|to_apply|body|condition|(?:true|false)_computation)=%?([\w.-]+)")
+_SEVERAL = re.compile(r"(?:branch|called)_computations=\{([^}]*)\}")
 
 
 def parse_arrays(text: str) -> tuple[HloArray, ...]:
@@ -191,7 +191,7 @@ def _count_runs(computations, name, times, runs, fused):
       if name in fused:
         fused.add(called)
       _count_runs(computations, called, times * trips, runs, fused)
-    for branches in _BRANCHES.findall(instruction.attributes):
+    for branches in _SEVERAL.findall(instruction.attributes):
       for called in re.findall(r"[\w.-]+", branches):
         _count_runs(computations, called, times, runs, fused)
 
@@ -307,7 +307,7 @@ def _collective(kind, instruction, computation, runs):
 
 def group_size(attributes: str) -> int:
   """Devices in one of an instruction's replica groups, in any of the ways that XLA writes them."""
-  if match := re.search(r"replica_groups=mesh\[([^\]]*)\] *\{([^}]*)\}", attributes):
+  if match := re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
     sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
     axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])
     return math.prod(int(part) if part else sizes[axis] for axis, part in axes)
@@ -315,7 +315,9 @@ def group_size(attributes: str) -> int:
     return int(match[1])
   if match := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
     return len(match[1].split(","))
-  return 2  # pairs of a permute
+  if "source_target_pairs" in attributes:
+    return 2
+  raise ValueError(f"cannot read the groups of an exchange: {attributes[:200]}")
 
 
 def estimated_cycles(program: Program | str) -> int:

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from ldm_jax.config import Config
+from ldm_jax.errors import TrainingError
 from ldm_jax.hlo.costs import (
   PaddedArray,
   attention_kernel_flops,
@@ -66,14 +67,15 @@ def measure(config: Config, mesh: Mesh) -> Measure:
   """Compiles the train step for the devices of a mesh and reads what it needs.
 
   Raises:
-    jax.errors.JaxRuntimeError: if the compiler fails for another reason than memory.
+    TrainingError: if the compiler fails for another reason than memory.
   """
   try:
     compiled = compile_train_step_for(config, mesh)
   except jax.errors.JaxRuntimeError as error:
-    if "RESOURCE_EXHAUSTED" not in str(error):
-      raise
-    return Measure(_needed(str(error)), None)
+    needed = _needed(str(error))
+    if needed is None:
+      raise TrainingError(f"libtpu cannot compile this step: {_first_line(error)}") from error
+    return Measure(needed, None)
   memory, program = compiled.memory_analysis(), parse(compiled.as_text())
   cost = StepCost(
     temporary_bytes=memory.temp_size_in_bytes,
@@ -91,9 +93,20 @@ def measure(config: Config, mesh: Mesh) -> Measure:
 
 
 def _needed(message):
-  """Bytes that the compiler says a program would take which is too large for it."""
-  amount, unit = re.search(r"\((\d+(?:\.\d+)?)([KMGT]?)\) exceeds", message).groups()
+  """Bytes that the compiler says a program would take which is too large for the main memory.
+
+  None if the message is about something else, such as memory on the chip.
+  """
+  size = r"(\d+(?:\.\d+)?)([KMGT]?)"
+  found = re.search(rf"\({size}\) exceeds|Used {size} of [\d.]+[KMGT]? hbm", message)
+  if "RESOURCE_EXHAUSTED" not in message or found is None:
+    return None
+  amount, unit = [part for part in found.groups() if part is not None]
   return float(amount) * 1024 ** " KMGT".index(unit or " ")
+
+
+def _first_line(error):
+  return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _by_kind(found):

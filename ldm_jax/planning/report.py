@@ -84,9 +84,9 @@ def array_lines(plan: Plan) -> Iterator[str]:
   if plan.cost is None:
     return
   yield f"largest arrays with {plan.compiled_blocks[-1]} blocks (how many, MiB each, padding):"
-  for array, count in plan.cost.arrays:
-    padding = 1 - array.bytes / array.padded_bytes
-    yield f"  {array!s:<28} {count:5d} {array.padded_bytes / 2**20:10,.1f} {padding:7.1%}"
+  for found in plan.cost.arrays:
+    size = found.array.padded_bytes / 2**20
+    yield f"  {found.array!s:<28} {found.count:5d} {size:10,.1f} {found.padding:7.1%}"
 
 
 def verdict(plan: Plan) -> str:

@@ -80,28 +80,12 @@ class Checkpointer:
       TrainingError: if there are checkpoints and none of them loads, if one does not load in some
         processes only, or if memory, permissions or the device are at fault and not the checkpoint.
     """
-    steps = self.steps()
     items = ocp.args.Composite(
       state=ocp.args.StandardRestore(abstract), record=ocp.args.JsonRestore()
     )
-    for step in reversed(steps):
-      try:
-        restored = self._manager.restore(step, args=items)
-        return restored["state"], restored["record"]
-      except (MemoryError, PermissionError, jax.errors.JaxRuntimeError) as error:
-        raise TrainingError(
-          f"cannot read checkpoint {step} in {self.directory}: {error}; mend that and run the same "
-          "command again"
-        ) from error
-      except Exception as error:  # orbax raises many kinds; any of them means "not this one"
-        reason = _first_line(error)
-        if not processes.all_come(f"checkpoint {step} in {self.directory} does not load"):
-          raise TrainingError(
-            f"checkpoint {step} in {self.directory} does not load in process "
-            f"{jax.process_index()}, though in others: {reason}; mend that, or move the checkpoint "
-            "away, and run the same command again"
-          ) from error
-        self._skip(step, reason)
+    steps, restored = self.steps(), self._newest(items)
+    if restored is not None:
+      return restored["state"], restored["record"]
     if steps:
       raise TrainingError(
         f"none of the checkpoints {steps} in {self.directory} loads; restore one from a copy, or "
@@ -122,14 +106,13 @@ class Checkpointer:
     self.wait()
 
   def newest_record(self) -> dict[str, Any] | None:
-    """The record of the newest checkpoint, without its state; None if there is none that loads."""
-    for step in reversed(self.steps()):
-      try:
-        items = ocp.args.Composite(record=ocp.args.JsonRestore())
-        return self._manager.restore(step, args=items)["record"]
-      except Exception as error:  # orbax raises many kinds; any of them means "not this one"
-        self._skip(step, _first_line(error))
-    return None
+    """The record of the newest checkpoint, without its state; None if there is none that loads.
+
+    Raises:
+      TrainingError: as `restore_newest`, but not if none of them loads.
+    """
+    restored = self._newest(ocp.args.Composite(record=ocp.args.JsonRestore()))
+    return restored and restored["record"]
 
   def wait(self) -> None:
     """Blocks until every save is durable.
@@ -145,6 +128,27 @@ class Checkpointer:
       self.wait()
     finally:
       self._manager.close()
+
+  def _newest(self, items):
+    """The newest checkpoint whose items load."""
+    for step in reversed(self.steps()):
+      try:
+        return self._manager.restore(step, args=items)
+      except (MemoryError, PermissionError, jax.errors.JaxRuntimeError) as error:
+        raise TrainingError(
+          f"cannot read checkpoint {step} in {self.directory}: {error}; mend that and run the same "
+          "command again"
+        ) from error
+      except Exception as error:  # orbax raises many kinds; any of them means "not this one"
+        reason = _first_line(error)
+        if not processes.all_come(f"checkpoint {step} in {self.directory} does not load"):
+          raise TrainingError(
+            f"checkpoint {step} in {self.directory} does not load in process "
+            f"{jax.process_index()}, though in others: {reason}; mend that, or move the checkpoint "
+            "away, and run the same command again"
+          ) from error
+        self._skip(step, reason)
+    return None
 
   def _skip(self, step, reason):
     self._damaged.add(step)

@@ -55,12 +55,18 @@ def train(config: Config, workdir: PathLike) -> int:
     check_platform(config.train.platform)
     processes.check_program()
     processes.check_agreement("configuration", to_json(without_local_settings(config)))
+    processes.check_agreement("workdir", str(workdir))
     mesh = make_mesh(config.mesh)
     check_divisible(config, mesh)
     attention_form(config, mesh)  # refuses one that cannot run
     run = open_run(config, workdir, mesh)
     # Closing waits for the other processes, so an error has to end this one before that.
-    with contextlib.closing(run), processes.failing_at_once(), jax.set_mesh(mesh):
+    with (
+      contextlib.closing(run),
+      processes.failing_at_once(),
+      run.keeping_metrics(),
+      jax.set_mesh(mesh),
+    ):
       finished = _train_steps(run, stop)
     if not finished:
       run.progress.say(

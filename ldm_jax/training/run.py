@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ldm_jax import processes
 from ldm_jax.config import Config
 from ldm_jax.data import Dataset, load_dataset
-from ldm_jax.errors import DivergedError, InputError
+from ldm_jax.errors import DivergedError, InputError, TrainingError
 from ldm_jax.model import attention_form, mixer_parameter_count, parameter_count
 from ldm_jax.sharding_report import sharding_lines
 from ldm_jax.training.checkpoint import Checkpointer
@@ -36,6 +37,7 @@ class Run:
     dataset: rows to train on and to evaluate on.
     checkpointer: of the folder checkpoints/.
     best: of the folder best/; None without `train.keep_best`.
+    best_loss: of the state in it; None if there is none.
     writer: of metrics.
     progress: what the person watching sees.
     state: after the newest finished step.
@@ -50,6 +52,7 @@ class Run:
   dataset: Dataset
   checkpointer: Checkpointer
   best: Checkpointer | None
+  best_loss: float | None
   writer: MetricsWriter
   progress: Progress
   state: TrainState
@@ -77,10 +80,10 @@ class Run:
     """Saves in best/ if no evaluation had a lower loss; durable before the loss is on record."""
     if self.best is None or not math.isfinite(loss):
       return
-    before = self.best.newest_record()
-    if before is None or loss < before["loss"]:
+    if self.best_loss is None or loss < self.best_loss:
       measure = {"loss": loss, "eval_batches": self.config.train.eval_batches}
       self.best.replace(self.state, self._record() | measure)
+      self.best_loss = loss
 
   def _record(self):
     return {"tokens": self.tokens, "data_fingerprint": self.dataset.fingerprint}
@@ -96,6 +99,16 @@ class Run:
       f"{kept} in {self.workdir}. Lower optimizer.learning_rate or optimizer.clip_norm, or raise "
       "optimizer.warmup_steps, in a new workdir"
     )
+
+  @contextlib.contextmanager
+  def keeping_metrics(self) -> Iterator[None]:
+    """Brings the metrics in a bucket up to date if the block fails: the process may end at once."""
+    try:
+      yield
+    except Exception:
+      with contextlib.suppress(TrainingError):
+        self.writer.upload()
+      raise
 
   def close(self) -> None:
     """Waits for saves and closes every part."""
@@ -121,7 +134,9 @@ def open_run(config: Config, workdir: PathLike, mesh: Mesh) -> Run:
   processes.check_agreement("data set", dataset.fingerprint)
   checkpointer = Checkpointer(workdir, config.train.keep)
   restored = bool(checkpointer.steps())
-  best = _open_best(workdir, config, restored) if config.train.keep_best else None
+  best, best_loss = None, None
+  if config.train.keep_best:
+    best, best_loss = _open_best(workdir, config, restored)
   if not restored:
     state, record = init_state(config, mesh), {"tokens": 0}
   else:
@@ -156,6 +171,7 @@ def open_run(config: Config, workdir: PathLike, mesh: Mesh) -> Run:
     dataset=dataset,
     checkpointer=checkpointer,
     best=best,
+    best_loss=best_loss,
     writer=writer,
     progress=progress,
     state=state,
@@ -180,7 +196,7 @@ def _open_best(workdir, config, restored):
       f"{record['eval_batches']}, now {config.train.eval_batches}; set it back, or move it "
       "away"
     )
-  return best
+  return best, record and record["loss"]
 
 
 def _summary(config, mesh, dataset, state):

@@ -198,8 +198,14 @@ def test_memory_space_and_name():
     ("replica_groups=[2,4]<=[2,2,2]T(0,2,1)", 4),
     ("replica_groups=mesh['a'=2,'b'=4] {'a','b'}", 8),
     ("replica_groups=mesh['a'=8] {'a':(2)4}", 4),
+    ("replica_groups=mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'a'}", 4),
     ("source_target_pairs={{0,1},{1,2}}", 2),
   ],
 )
 def test_every_way_to_write_a_group(groups, size):
   assert group_size(f"channel_id=1, {groups}, dimensions={{0}}") == size
+
+
+def test_groups_that_cannot_be_read_are_no_number():
+  with pytest.raises(ValueError, match="cannot read the groups"):
+    group_size("channel_id=1, replica_groups={}, dimensions={0}")

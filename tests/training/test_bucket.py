@@ -1,5 +1,6 @@
 """A workdir in gs:// holds a run as a folder does; the bucket is one in this process."""
 
+import dataclasses
 import importlib
 import json
 import signal
@@ -18,6 +19,7 @@ from ldm_jax.training import loop
 from ldm_jax.training.checkpoint import Checkpointer
 from ldm_jax.training.metrics import MetricsWriter
 from ldm_jax.training.profile import ProfileWindow
+from ldm_jax.training.run import Run
 from ldm_jax.training.step import TrainState
 from ldm_jax.training.workdir import save_config
 from tests import bucket
@@ -109,6 +111,16 @@ def test_lines_after_the_newest_checkpoint_are_dropped_and_written_again(served)
   writer.upload()
   assert [line["loss"] for line in metrics_in(served, "lines")] == [1.0, 5.0]
   writer.close()
+
+
+def test_what_ends_a_process_at_once_leaves_the_metrics_in_the_bucket(served):
+  parts = {field.name: None for field in dataclasses.fields(Run)}
+  run = Run(**{**parts, "writer": MetricsWriter("gs://bucket/runs/ended", 0)})
+  run.writer.write(1, "train", {"loss": 1.0})
+  with pytest.raises(RuntimeError, match="ended"), run.keeping_metrics():
+    raise RuntimeError("ended")
+  assert [line["step"] for line in metrics_in(served, "ended")] == [1]
+  run.writer.close()
 
 
 def run_save(manager, state):

@@ -153,6 +153,13 @@ def test_the_best_evaluation_is_kept_apart_if_asked_for(straight, tmp_path, monk
     result = evaluate(*args)
     return result and {**result, "loss": next(losses)}
 
+  reads, newest_record = [], Checkpointer.newest_record
+
+  def counted(self):
+    reads.append(self)
+    return newest_record(self)
+
+  monkeypatch.setattr(Checkpointer, "newest_record", counted)
   monkeypatch.setattr(loop, "evaluate", of_these_losses)
   signal_at(monkeypatch, 3, signal.SIGTERM)
   best = []
@@ -161,6 +168,7 @@ def test_the_best_evaluation_is_kept_apart_if_asked_for(straight, tmp_path, monk
     (folder,) = (tmp_path / "best").iterdir()
     best.append(folder.name)
   assert best == ["2", "5"]
+  assert len(reads) == 2  # at each start: a disk that fails later must not cost the best state
   kept = Checkpointer(tmp_path, 1, "best")
   assert kept.newest_record() == {
     "tokens": 5 * 256,
