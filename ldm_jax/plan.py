@@ -56,7 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     other = evaluate(with_mixer(options.config, kind=options.compare))
   if not first.fits:
     _say(f"{verdict(first)}; looking for the cheapest change that fits")
-    fitting = cheapest_fit(first, evaluate, lambda config: state_bytes(config, options.topology))
+
+    def attempt(config):
+      _say(f"trying {as_arguments(changed_settings(options.config, config))}")
+      return evaluate(config)
+
+    fitting = cheapest_fit(first, attempt, lambda config: state_bytes(config, options.topology))
   if options.json:
     print(json.dumps(_object(first, other, fitting)))
   else:

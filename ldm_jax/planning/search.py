@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterator
 
 from ldm_jax.config import Config, flatten
-from ldm_jax.errors import InputError
+from ldm_jax.errors import InputError, TrainingError
 from ldm_jax.planning.plans import Plan
 
 _REMAT = ("none", "dots", "full")
@@ -34,7 +34,8 @@ def cheapest_fit(
 
   Args:
     first: the plan of the run as it is.
-    evaluate: makes a plan; may raise `InputError` for sizes that a mesh cannot split.
+    evaluate: makes a plan; may raise `InputError` for sizes that a mesh cannot split, and
+      `TrainingError` for what cannot be compiled.
     state_bytes: of a config's parameters and optimizer state on one device; raises likewise.
   """
   for config in _meshes(first):
@@ -42,7 +43,7 @@ def cheapest_fit(
       if state_bytes(config) > first.limit_bytes:
         continue
       found = _fit_on_mesh(config, first, evaluate)
-    except InputError:  # this mesh cannot split the model; another may
+    except (InputError, TrainingError):  # this mesh cannot split the model; another may
       continue
     if found is not None:
       return found

@@ -332,13 +332,21 @@ def test_a_process_that_nobody_joins_ends_with_one_line():
 
 
 def test_on_a_tpu_vm_processes_join_without_settings(monkeypatch):
-  calls = []
+  calls, ends = [], []
   monkeypatch.setattr(jax.distributed, "initialize", lambda **settings: calls.append(settings))
+  monkeypatch.setattr(jax.distributed, "shutdown", lambda: ends.append(len(calls)))
   joining.join()
+  monkeypatch.setattr(joining, "has_tpu", lambda: True)
+  joining.join()  # JAX_PLATFORMS=cpu leaves the slice to others
   assert not calls
   monkeypatch.setattr(joining, "_on_tpu_vm", lambda: True)
-  joining.join()
-  assert [set(call) for call in calls] == [{"initialization_timeout", "heartbeat_timeout_seconds"}]
+  for count in (4, 1):  # one host is alone after all
+    monkeypatch.setattr(jax, "process_count", lambda count=count: count)
+    joining.join()
+  assert [set(call) for call in calls] == [
+    {"initialization_timeout", "heartbeat_timeout_seconds"}
+  ] * 2
+  assert ends == [2]
 
 
 @pytest.mark.parametrize(
