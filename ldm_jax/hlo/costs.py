@@ -9,7 +9,8 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from ldm_jax.hlo.program import HloArray, Instruction, Program, collectives, executed
+from ldm_jax.hlo.collectives import collectives
+from ldm_jax.hlo.program import HloArray, Instruction, Program, executed
 
 # Instructions that move nothing: names for arrays, control, and the second half of a pair.
 _FREE = frozenset(
@@ -121,7 +122,7 @@ def hbm_bytes(program: Program) -> int:
   """Bytes that a step moves between a device's main memory and its cores, padding included.
 
   Each instruction or fusion reads its operands and writes its results once; slices and updates in
-  place count what they touch.  What stays in the on-chip memory costs nothing.  Exchanges between
+  place count what they touch, a scatter the whole array.  What stays in the on-chip memory costs nothing.  Exchanges between
   devices read a part and write the whole, or the reverse.
   """
   total = 0

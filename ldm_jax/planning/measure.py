@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from ldm_jax.config import Config
 from ldm_jax.errors import TrainingError
+from ldm_jax.hlo.collectives import collectives
 from ldm_jax.hlo.costs import (
   PaddedArray,
   attention_kernel_flops,
@@ -18,12 +19,12 @@ from ldm_jax.hlo.costs import (
   largest_arrays,
   product_flops,
 )
-from ldm_jax.hlo.program import collectives, estimated_cycles, parse
+from ldm_jax.hlo.program import estimated_cycles, parse
 from ldm_jax.training.step import compile_train_step_for
 
 
 class Exchanges(NamedTuple):
-  """All exchanges of one kind in a step, on one device; see `hlo.program.Collective`."""
+  """All exchanges of one kind in a step, on one device; see `hlo.collectives.Collective`."""
 
   count: float
   bytes: float

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ldm_jax.hlo.program import collectives, estimated_cycles, group_size, parse, parse_arrays
+from ldm_jax.hlo.collectives import collectives, group_size
+from ldm_jax.hlo.program import estimated_cycles, parse, parse_arrays
 
 # One exchange each way; the all-gather is spread over three fusions, one of them in the loop,
 # which runs 4 times.

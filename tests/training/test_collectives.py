@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from ldm_jax.config import Config, DataConfig, MeshConfig, MixerConfig, ModelConfig, TrainConfig
-from ldm_jax.hlo.program import collectives
+from ldm_jax.hlo.collectives import collectives
 from ldm_jax.sharding import make_mesh
 from ldm_jax.tpu import topology_devices
 from ldm_jax.training.step import compile_train_step_for
