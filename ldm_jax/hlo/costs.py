@@ -122,8 +122,8 @@ def hbm_bytes(program: Program) -> int:
   """Bytes that a step moves between a device's main memory and its cores, padding included.
 
   Each instruction or fusion reads its operands and writes its results once; slices and updates in
-  place count what they touch, a scatter the whole array.  What stays in the on-chip memory costs nothing.  Exchanges between
-  devices read a part and write the whole, or the reverse.
+  place count what they touch, a scatter the whole array.  What stays in the on-chip memory costs
+  nothing.  Exchanges between devices read a part and write the whole, or the reverse.
   """
   total = 0
   for instruction, computation, runs in executed(program):
