@@ -14,6 +14,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache as _cache
 
 from ldm_jax.errors import InputError
+from ldm_jax.tpu import quiet_libtpu
 
 _TPU_NODES = ("/dev/accel*", "/dev/vfio/[0-9]*")
 _PCI_VENDORS = "/sys/bus/pci/devices/*/vendor"
@@ -39,7 +40,9 @@ def check_platform(wanted: str = "any") -> None:
   """
   asked = jax.config.jax_platforms or ""
   try:
-    found = jax.default_backend()
+    # Without a TPU, libtpu would look for one in vain and say so at length.
+    with contextlib.nullcontext() if has_tpu() else quiet_libtpu():
+      found = jax.default_backend()
   except (RuntimeError, AssertionError) as error:  # the second for a platform without its plugin
     reason = (str(error) or "its plugin is not installed").splitlines()[0]
     way_out = _way_out() if "tpu" in asked.split(",") else "set another or none"

@@ -47,11 +47,12 @@ def join(patience: int = 300) -> None:
         f"cannot join {awaited}: {_first_line(error)}; is the port of process 0 free, and did all "
         "start the same command?"
       ) from error
-  if _is_only_one():  # one host, such as of a v5e-8, has nobody to agree with
+  # One host, such as that of a v5e-8, has nobody to agree with.
+  if _is_one_host() if settings is None else count == 1:
     jax.distributed.shutdown()
 
 
-def _is_only_one():
+def _is_one_host():
   try:
     return jax.process_count() == 1
   except (RuntimeError, AssertionError):  # no backend; `environment.check_platform` says why
