@@ -278,7 +278,10 @@ def test_a_named_form_that_cannot_run_ends_a_run_before_work():
 def test_a_run_may_go_on_with_another_form(tmp_path):
   config = tiny_config("preln")
   save_config(tmp_path, config)
-  assert open_workdir(tmp_path, with_model(config, attention="plain"), resuming=True) == []
+  (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+  assert open_workdir(tmp_path, with_model(config, attention="plain")) == []
+  with pytest.raises(InputError, match=r"model.width was 32 and is now 64"):
+    open_workdir(tmp_path, with_model(config, width=64))
 
 
 def test_a_model_of_form_splash_can_be_sampled_at_any_length():

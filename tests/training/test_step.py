@@ -1,6 +1,7 @@
 """The loss counts real targets only; the step is the same however the work is divided."""
 
 import dataclasses
+import itertools
 
 import chex
 import flax.linen as nn
@@ -222,10 +223,15 @@ def test_evaluation_counts_padding_rows_for_nothing():
   chex.assert_trees_all_close(step(params, padded), total, rtol=1e-5)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+OVERFIT_BY_DEFAULT = [("rls", "none"), ("rls", "full"), ("preln", "none"), ("mhc", "full")]
+
+
 @pytest.mark.parametrize(
-  "name",
-  [pytest.param(name, marks=pytest.mark.slow if name == "hc" else ()) for name in MECHANISMS],
+  ("name", "remat"),
+  [
+    pytest.param(*case, marks=() if case in OVERFIT_BY_DEFAULT else pytest.mark.slow)
+    for case in itertools.product(MECHANISMS, ("none", "full"))
+  ],
 )
 def test_a_model_overfits_one_batch_of_64_tokens(name, remat):
   config = with_kind(name, remat=remat, steps=200)
