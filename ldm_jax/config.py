@@ -190,8 +190,8 @@ class TrainConfig:
   compute_dtype: Literal["float32", "bfloat16"] = "float32"
   """Dtype of activations and matrix products; parameters and moments are float32."""
   remat: Literal["none", "dots", "full"] = "none"
-  """What a block recomputes in the backward pass: nothing; all but weight products and the attention
-  kernel; or everything, except that ldm, hc and mhc keep the outputs of the sublayers."""
+  """What a block recomputes in the backward pass: nothing; all but weight products and the
+  attention kernel; or everything, but that ldm, hc and mhc keep the outputs of the sublayers."""
   seed: int = 0
   """Initial weights and dropout."""
   sample_tokens: int = 200
