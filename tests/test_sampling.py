@@ -18,10 +18,7 @@ PARAMS["embedder"]["head_kernel"] = 50 * PARAMS["embedder"]["head_kernel"]
 
 @pytest.mark.parametrize(
   "name",
-  [
-    pytest.param(name, marks=pytest.mark.slow if name in ("preln", "hc", "mhc") else ())
-    for name in MECHANISMS
-  ],
+  [pytest.param(name, marks=() if name == "attnres" else pytest.mark.slow) for name in MECHANISMS],
 )
 def test_temperature_zero_takes_the_most_likely_token_each_time(name):
   model = TransformerLM(with_kind(name).model)

@@ -32,16 +32,20 @@ OTHERS = {
   "attnres_block_2": dataclasses.replace(ATTNRES, block_size=2),
   "hc_static": dataclasses.replace(HC, dynamic=False),
 }
+DEPTHS = {
+  **dict.fromkeys(MAIN, (1, 2, 3, 7, 24)),
+  **dict.fromkeys(OTHERS, (3, 24)),
+  **dict.fromkeys(("block_writes", "attnres_full"), (1, 3, 24)),
+}
 CASES = [
-  pytest.param(config, sublayers, id=f"{name}-{sublayers}")
-  for name, config in MAIN.items()
-  for sublayers in (1, 2, 3, 7, 24)
-] + [
   pytest.param(
-    config, sublayers, id=f"{name}-{sublayers}", marks=pytest.mark.slow if sublayers == 24 else ()
+    config,
+    sublayers,
+    id=f"{name}-{sublayers}",
+    marks=pytest.mark.slow if sublayers == 24 and name != "rls" else (),
   )
-  for name, config in OTHERS.items()
-  for sublayers in ((1, 3, 24) if name in ("block_writes", "attnres_full") else (3, 24))
+  for name, config in {**MAIN, **OTHERS}.items()
+  for sublayers in DEPTHS[name]
 ]
 
 

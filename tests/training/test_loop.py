@@ -338,6 +338,7 @@ def test_an_unusable_workdir_is_refused(tmp_path):
     loop.train(tiny_config(), tmp_path / "file")
 
 
+@pytest.mark.slow  # tests/training/test_meshes.py has the quick ones
 def test_saved_on_one_mesh_resumes_on_another(straight, tmp_path):
   config, reference = straight
   shutil.copytree(reference, tmp_path / "run")

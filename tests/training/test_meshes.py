@@ -61,7 +61,7 @@ def alone():
 def cases():
   for name in MECHANISMS:
     for sizes in MESHES:
-      marks = () if sizes == ALL_WAYS and name in ("rls", "mhc") else pytest.mark.slow
+      marks = () if sizes == ALL_WAYS and name == "rls" else pytest.mark.slow
       yield pytest.param(name, sizes, marks=marks, id=f"{name}-{'-'.join(map(str, sizes))}")
 
 
