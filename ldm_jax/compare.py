@@ -42,8 +42,8 @@ from ldm_jax.environment import check_platform, compilation_cache, environment
 from ldm_jax.errors import DivergedError, InputError, TrainingError
 from ldm_jax.files import write_atomically
 from ldm_jax.joining import check_alone
-from ldm_jax.model import attention_form, parameter_count
-from ldm_jax.sharding import check_divisible, make_mesh
+from ldm_jax.model import check_mesh, parameter_count
+from ldm_jax.sharding import make_mesh
 from ldm_jax.training.loop import train
 from ldm_jax.training.signals import STOPPED_EXIT_CODE, StopRequest
 from ldm_jax.training.step import abstract_state
@@ -85,8 +85,7 @@ def compare(comparison: Comparison, out: PathLike) -> tuple[int, dict[str, Any]]
   mesh = make_mesh(comparison.base.mesh)
   for run in comparison.runs():
     with naming(run.mixer):
-      check_divisible(comparison.config(run), mesh)
-      attention_form(comparison.config(run), mesh)  # refuses one that cannot run
+      check_mesh(comparison.config(run), mesh)
   session = _Session(comparison, Path(out))
   with StopRequest() as stop, compilation_cache(session.out / "compilation_cache"):
     stages = (session.count_parameters, session.train_all, session.time_steps)

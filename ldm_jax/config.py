@@ -314,6 +314,12 @@ def _sections(cls):
       yield from _sections(field.type)
 
 
+def with_section(config: Config, section: str, **settings: Any) -> Config:
+  """The same run with other settings in one section, such as "train"."""
+  changed = dataclasses.replace(getattr(config, section), **settings)
+  return dataclasses.replace(config, **{section: changed})
+
+
 def with_mixer(config: Config, **settings: Any) -> Config:
   """The same run with other mixer settings: `with_mixer(config, kind="mhc")`.
 
@@ -321,7 +327,7 @@ def with_mixer(config: Config, **settings: Any) -> Config:
     TypeError: for a setting that `MixerConfig` does not have.
   """
   mixer = dataclasses.replace(config.model.mixer, **settings)
-  return dataclasses.replace(config, model=dataclasses.replace(config.model, mixer=mixer))
+  return with_section(config, "model", mixer=mixer)
 
 
 def to_json(config: Config) -> str:

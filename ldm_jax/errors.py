@@ -22,6 +22,11 @@ class DocumentError(ValueError):
   """A document, or the rest of a file of documents, cannot be read; the message says why."""
 
 
+def first_line(error: BaseException) -> str:
+  """What an error says, on one line; its kind if it says nothing."""
+  return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def report(error: InputError | TrainingError) -> int:
   """Prints an error as one line on standard error; returns the exit code that it stands for."""
   sys.stdout.flush()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from etils import epath
 
+from ldm_jax.errors import first_line
 from ldm_jax.typing import PathLike
 
 
@@ -37,8 +38,7 @@ def store_errors(path: PathLike) -> Iterator[None]:
   except Exception as error:
     if not is_remote(path) or getattr(error, "strerror", None):
       raise
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    raise OSError(errno.EIO, reason) from error
+    raise OSError(errno.EIO, first_line(error)) from error
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import jax
 
 from ldm_jax.environment import has_tpu
-from ldm_jax.errors import InputError
+from ldm_jax.errors import InputError, first_line
 
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _HEARTBEAT_SECONDS = 30  # after which the others end if one of them is gone
@@ -44,7 +44,7 @@ def join(patience: int = 300) -> None:
       jax.distributed.initialize(**found_by, **_timeouts(patience))
     except (RuntimeError, ValueError) as error:  # the second where a TPU VM does not say its place
       raise InputError(
-        f"cannot join {awaited}: {_first_line(error)}; is the port of process 0 free, and did all "
+        f"cannot join {awaited}: {first_line(error)}; is the port of process 0 free, and did all "
         "start the same command?"
       ) from error
   # One host, such as that of a v5e-8, has nobody to agree with.
@@ -134,7 +134,3 @@ def _ending_after(seconds: int, awaited: str) -> Iterator[None]:
     yield
   finally:
     timer.cancel()
-
-
-def _first_line(error):
-  return (str(error).strip() or type(error).__name__).splitlines()[0]

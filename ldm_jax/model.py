@@ -13,6 +13,7 @@ from ldm_jax.config import Config, ModelConfig
 from ldm_jax.layers import Attention, Embedder, SwiGLU, dropout, rms_norm
 from ldm_jax.mixers import make_mixer
 from ldm_jax.ops.attention import SPLASH_RESIDUALS, check_splash, splash_refusal
+from ldm_jax.sharding import check_divisible
 from ldm_jax.typing import Dtype, PyTree, TokensBT
 
 _OUTPUT = "sublayer_output"
@@ -152,6 +153,16 @@ def attention_form(config: Config, mesh: Mesh) -> tuple[str, str]:
     return "plain", "it was asked for"
   refusal = splash_refusal(*case)
   return ("plain", refusal) if refusal else ("splash", "")
+
+
+def check_mesh(config: Config, mesh: Mesh) -> None:
+  """Refuses a run that a mesh cannot split, or whose form of attention cannot run on it.
+
+  Raises:
+    InputError: naming the setting and what to change.
+  """
+  check_divisible(config, mesh)
+  attention_form(config, mesh)
 
 
 def parameter_count(params: PyTree) -> int:

@@ -122,6 +122,8 @@ def check_program() -> None:
       f"JAX_NUM_PROCESSES={settings[1]} in process {jax.process_index()}, but process 0 was "
       f"started with {count}; set the same in all of them"
     )
+  if count == 1:
+    return
   devices = collections.Counter(device.process_index for device in jax.devices())
   others = [str(number) for number in devices if devices[number] != devices[0]]
   if others:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -36,6 +36,11 @@ def parameter_rows(params: PyTree) -> list[ParameterRow]:
     rows.setdefault(key, []).append(bytes_per_device(leaf))
   found = [ParameterRow(key[0], len(b), *key[1:], sum(b)) for key, b in rows.items()]
   return sorted(found, key=lambda row: -row.bytes_per_device)
+
+
+def mesh_words(sizes: Mapping[str, int]) -> str:
+  """The axes of a mesh that split something, such as "data 2 x fsdp 4"; "" on one device."""
+  return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
 
 
 def bytes_per_device(tree: PyTree) -> int:

@@ -15,7 +15,14 @@ import pytest
 
 from ldm_jax import Config, MixerConfig, ModelConfig
 from ldm_jax.comparison import Comparison
-from ldm_jax.config import DataConfig, OptimizerConfig, TrainConfig, to_json, with_mixer
+from ldm_jax.config import (
+  DataConfig,
+  OptimizerConfig,
+  TrainConfig,
+  to_json,
+  with_mixer,
+  with_section,
+)
 from ldm_jax.data import Dataset
 from ldm_jax.sharding import make_mesh
 from ldm_jax.training.checkpoint import Checkpointer
@@ -109,7 +116,7 @@ def signal_at(monkeypatch, step: int, number: signal.Signals) -> None:
 
 
 def with_model(config: Config, **changes) -> Config:
-  return dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
+  return with_section(config, "model", **changes)
 
 
 _LDM = MixerConfig(kind="ldm", groups=4, key_dim=3, latent_dim=8, gain_init=0.5)

@@ -103,10 +103,9 @@ class Dataset:
 
   def _steps(self, rows):
     """The chosen rows of the batch of every step."""
-    ordered = self._ordered_rows
-    if rows is not None:
-      ordered = grain.MapDataset.source(_Chosen(ordered, tuple(rows), self.batch_size))
-    return ordered.batch(self.batch_size if rows is None else len(rows), drop_remainder=True)
+    rows = tuple(range(self.batch_size) if rows is None else rows)
+    chosen = grain.MapDataset.source(_Chosen(self._ordered_rows, rows, self.batch_size))
+    return chosen.batch(len(rows), drop_remainder=True)
 
   @functools.cached_property
   def _ordered_rows(self):

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from ldm_jax.config import Config
-from ldm_jax.errors import TrainingError
+from ldm_jax.errors import TrainingError, first_line
 from ldm_jax.hlo.collectives import collectives
 from ldm_jax.hlo.costs import (
   PaddedArray,
@@ -75,7 +75,7 @@ def measure(config: Config, mesh: Mesh) -> Measure:
   except jax.errors.JaxRuntimeError as error:
     needed = _needed(str(error))
     if needed is None:
-      raise TrainingError(f"libtpu cannot compile this step: {_first_line(error)}") from error
+      raise TrainingError(f"libtpu cannot compile this step: {first_line(error)}") from error
     return Measure(needed, None)
   memory, program = compiled.memory_analysis(), parse(compiled.as_text())
   cost = StepCost(
@@ -104,10 +104,6 @@ def _needed(message):
     return None
   amount, unit = [part for part in found.groups() if part is not None]
   return float(amount) * 1024 ** " KMGT".index(unit or " ")
-
-
-def _first_line(error):
-  return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _by_kind(found):

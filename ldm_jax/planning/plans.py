@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ldm_jax.config import Config
+from ldm_jax.config import Config, with_section
 from ldm_jax.errors import InputError
-from ldm_jax.model import attention_form
+from ldm_jax.model import check_mesh
 from ldm_jax.planning.measure import StepCost, extrapolate, measure
-from ldm_jax.sharding import check_divisible, make_mesh
+from ldm_jax.sharding import make_mesh
 from ldm_jax.sharding_report import bytes_per_device
 from ldm_jax.tpu import Chip, chip_of, topology_devices
 from ldm_jax.training.step import abstract_state
@@ -120,7 +120,9 @@ def plan(
   depth = config.model.blocks
   depths = check_depths(blocks, depth)
   state = abstract_state(config, mesh)
-  measures = [_measure(with_blocks(config, blocks), mesh, say) for blocks in depths]
+  measures = [
+    _measure(with_section(config, "model", blocks=blocks), mesh, say) for blocks in depths
+  ]
   needed, cost = extrapolate(depths, measures, depth)
   return Plan(
     config=config,
@@ -149,8 +151,7 @@ def state_bytes(config: Config, topology: str) -> int:
 
 def _mesh(config, topology):
   mesh = make_mesh(config.mesh, topology_devices(topology))
-  check_divisible(config, mesh)
-  attention_form(config, mesh)  # refuses one that cannot run
+  check_mesh(config, mesh)
   return mesh
 
 
@@ -168,11 +169,6 @@ def check_depths(blocks: Sequence[int] | None, depth: int) -> tuple[int, ...]:
       "--full for the real one"
     )
   return (depth,) if depth <= max(blocks) else tuple(blocks)
-
-
-def with_blocks(config: Config, blocks: int) -> Config:
-  """The same run with another depth."""
-  return dataclasses.replace(config, model=dataclasses.replace(config.model, blocks=blocks))
 
 
 def _measure(config, mesh, say):

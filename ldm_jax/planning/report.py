@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ldm_jax.planning.plans import RESERVE, Plan
+from ldm_jax.sharding_report import mesh_words
 
 _SCHEMA = 1
 _GIB = 2**30
@@ -13,10 +14,10 @@ _GIB = 2**30
 def heading(plan: Plan) -> Iterator[str]:
   """What was planned, and where its numbers come from."""
   chip, depth = plan.chip, plan.config.model.blocks
-  sizes = [f"{axis} {size}" for axis, size in plan.mesh_shape.items() if size > 1]
+  shape = mesh_words(plan.mesh_shape) or "of one device"
   yield (
     f"{plan.config.model.mixer.kind}, {depth} blocks of width {plan.config.model.width}, on "
-    f"{plan.topology}: {plan.chips:,} chips, mesh {' x '.join(sizes) or 'of one device'}, "
+    f"{plan.topology}: {plan.chips:,} chips, mesh {shape}, "
     f"{plan.config.train.accumulate} parts, remat {plan.config.train.remat}"
   )
   depths = " and ".join(map(str, plan.compiled_blocks))

@@ -15,11 +15,10 @@ What cannot fit is not compiled: a mesh whose parameters and optimizer state alo
 and a number of parts that would not do even if it divided all that is temporary.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
-from ldm_jax.config import Config, flatten
+from ldm_jax.config import Config, flatten, with_section
 from ldm_jax.errors import InputError, TrainingError
 from ldm_jax.planning.plans import Plan
 
@@ -55,7 +54,7 @@ def _fit_on_mesh(config, first, evaluate):
   if best.fits:
     return best
   for remat in _REMAT[_REMAT.index(config.train.remat) + 1 :]:
-    best = evaluate(_with_train(config, remat=remat))
+    best = evaluate(with_section(config, "train", remat=remat))
     if best.fits:
       return best
   return _fit_in_parts(best, evaluate)
@@ -72,7 +71,7 @@ def _fit_in_parts(best, evaluate):
     parts = best.config.train.accumulate * 2 ** max(1, math.ceil(math.log2(least)))
     if rows % parts:
       return None
-    best = evaluate(_with_train(best.config, accumulate=parts))
+    best = evaluate(with_section(best.config, "train", accumulate=parts))
   return best
 
 
@@ -81,18 +80,10 @@ def _meshes(first: Plan) -> Iterator[Config]:
   sizes = dict(first.mesh_shape)
   while sizes["data"] % 2 == 0:
     sizes = {**sizes, "data": sizes["data"] // 2, "fsdp": sizes["fsdp"] * 2}
-    yield _with_mesh(first.config, sizes)
+    yield with_section(first.config, "mesh", **sizes)
   while sizes["fsdp"] % 2 == 0 and sizes["tensor"] < _LARGEST_TENSOR:
     sizes = {**sizes, "fsdp": sizes["fsdp"] // 2, "tensor": sizes["tensor"] * 2}
-    yield _with_mesh(first.config, sizes)
-
-
-def _with_train(config, **changes):
-  return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
-
-
-def _with_mesh(config, sizes):
-  return dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **sizes))
+    yield with_section(first.config, "mesh", **sizes)
 
 
 def changed_settings(before: Config, after: Config) -> dict[str, object]:

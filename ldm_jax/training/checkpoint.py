@@ -12,7 +12,7 @@ from etils import epath
 from orbax.checkpoint import multihost
 
 from ldm_jax import processes
-from ldm_jax.errors import TrainingError
+from ldm_jax.errors import TrainingError, first_line
 from ldm_jax.files import is_remote
 from ldm_jax.training.step import TrainState
 from ldm_jax.typing import PathLike
@@ -140,7 +140,7 @@ class Checkpointer:
           "command again"
         ) from error
       except Exception as error:  # orbax raises many kinds; any of them means "not this one"
-        reason = _first_line(error)
+        reason = first_line(error)
         if not processes.all_come(f"checkpoint {step} in {self.directory} does not load"):
           raise TrainingError(
             f"checkpoint {step} in {self.directory} does not load in process "
@@ -186,10 +186,6 @@ class Checkpointer:
 
   def _failure(self, error):
     return TrainingError(
-      f"saving a checkpoint in {self.directory} failed: {_first_line(error)}; make room or mend "
+      f"saving a checkpoint in {self.directory} failed: {first_line(error)}; make room or mend "
       "the disk, then run the same command again"
     )
-
-
-def _first_line(error):
-  return (str(error).strip() or type(error).__name__).splitlines()[0]

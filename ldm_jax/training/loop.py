@@ -15,9 +15,9 @@ from ldm_jax.config import Config, to_json
 from ldm_jax.data import ByteTokenizer
 from ldm_jax.environment import check_platform
 from ldm_jax.errors import DivergedError
-from ldm_jax.model import attention_form
+from ldm_jax.model import check_mesh
 from ldm_jax.sampling import sample
-from ldm_jax.sharding import check_divisible, make_mesh
+from ldm_jax.sharding import make_mesh
 from ldm_jax.training.depth_metrics import compile_depth_step, depth_values
 from ldm_jax.training.evaluation import evaluate
 from ldm_jax.training.flops import mesh_peak_flops, mfu, model_flops_per_token
@@ -57,8 +57,7 @@ def train(config: Config, workdir: PathLike) -> int:
     processes.check_agreement("configuration", to_json(without_local_settings(config)))
     processes.check_agreement("workdir", str(workdir))
     mesh = make_mesh(config.mesh)
-    check_divisible(config, mesh)
-    attention_form(config, mesh)  # refuses one that cannot run
+    check_mesh(config, mesh)
     run = open_run(config, workdir, mesh)
     # Closing waits for the other processes, so an error has to end this one before that.
     with (

@@ -17,7 +17,7 @@ from ldm_jax.config import Config
 from ldm_jax.data import Dataset, load_dataset
 from ldm_jax.errors import DivergedError, InputError, TrainingError
 from ldm_jax.model import attention_form, mixer_parameter_count, parameter_count
-from ldm_jax.sharding_report import sharding_lines
+from ldm_jax.sharding_report import mesh_words, sharding_lines
 from ldm_jax.training.checkpoint import Checkpointer
 from ldm_jax.training.flops import mesh_peak_flops, mixer_flops_per_token, model_flops_per_token
 from ldm_jax.training.metrics import MetricsWriter, Progress
@@ -202,7 +202,7 @@ def _open_best(workdir, config, restored):
 def _summary(config, mesh, dataset, state):
   model, rows = config.model, dataset.train_rows
   epochs = config.train.steps * config.data.batch_size / len(rows)
-  shape = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+  shape = mesh_words(mesh.shape)
   total, extra = parameter_count(state.params), mixer_parameter_count(state.params)
   overhead = f" (mixers {extra:,}, {extra / (total - extra):.2%} over preln)" if extra else ""
   yield (

@@ -175,6 +175,11 @@ def dropout_keys(config: Config, step: jax.Array) -> Key[Array, " B"] | None:
   return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.fold_in(seeded, step), rows)
 
 
+def _batch_sharding(mesh):
+  """Of every array [B, T] of a batch."""
+  return NamedSharding(mesh, partition_spec(("batch", "sequence")))
+
+
 def put_batch(
   mesh: Mesh, batch: Batch, rows: Sequence[int] | None = None, batch_size: int | None = None
 ) -> Batch:
@@ -188,7 +193,7 @@ def put_batch(
   """
   rows = range(len(batch.tokens)) if rows is None else rows
   place = {row: number for number, row in enumerate(rows)}
-  sharding = NamedSharding(mesh, partition_spec(("batch", "sequence")))
+  sharding = _batch_sharding(mesh)
 
   def put(local):
     def shard(index):
@@ -222,7 +227,7 @@ def compile_train_step_for(config: Config, mesh: Mesh) -> jax.stages.Compiled:
   """
   check_divisible(config, mesh)
   data = config.data
-  sharding = NamedSharding(mesh, partition_spec(("batch", "sequence")))
+  sharding = _batch_sharding(mesh)
 
   def rows(dtype):
     shape = (data.batch_size, data.sequence_length)
