@@ -1,0 +1,13 @@
+"""Operations on planes: arrays [B, D, T] whose tokens are last, so that they fill a TPU's lanes.
+
+The width D is G contiguous groups of rows.  A number for each group and token, [B, G, T], is then
+one row that stands for a group's many: coefficients are cheap where they meet planes.
+
+out = weighted_sums(planes, weights_OPBGT, base)     # out_o = base_o + sum_p weights[o, p] plane_p
+prod_OPBGT = group_products(left, right, groups)     # by group, left_o . right_p
+"""
+
+from ldm_jax.ops.planes.api import group_products, weighted_sums
+from ldm_jax.ops.planes.forms import planes_refusal
+
+__all__ = ["group_products", "planes_refusal", "weighted_sums"]
