@@ -5,6 +5,7 @@ the load broadcasts over sublanes: it costs a load for the many rows it multipli
 """
 
 import functools
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -91,7 +92,7 @@ def _sums_kernel(count, based, blocks, unit, transposed, weights, *refs):
         x = plane[at].astype(jnp.float32)
         for i, o in enumerate(these):
           pair = (p, o) if transposed else (o, p)
-          term = weights[*pair, 0, pl.ds(first + g, 1), lane] * x
+          term = weights[*pair, 0, pl.ds(first + g, 1), :][:, lane.start : lane.start + lane.size] * x
           sums[i] = term if sums[i] is None else sums[i] + term
       for i, o in enumerate(these):
         outs[o][at] = sums[i].astype(outs[o].dtype)
@@ -101,7 +102,8 @@ def _sums_kernel(count, based, blocks, unit, transposed, weights, *refs):
       lane = aligned(t, lanes)
       each(blocks.rows // rows, lambda r: chunk(g, lane, r))
 
-    each(blocks.tokens // lanes, strip)
+    for t in range(blocks.tokens // lanes):  # a load at a row is not to start at any lane
+      strip(t)
 
   each(blocks.groups, group)
 
@@ -142,12 +144,14 @@ def _products_kernel(outputs, count, blocks, unit, *refs):
   left, right, prod = refs[:outputs], refs[outputs : outputs + count], refs[-1]
   rows = _chunk(blocks.rows, unit, 32)
   lanes = min(blocks.tokens, LANES)
+  strips = range(0, blocks.tokens, lanes)
   first = pl.program_id(2) * blocks.groups
   held_left = min(outputs, 8)
   held_right = max(1, _REGISTERS // held_left)
 
-  def pairs(g, lane, lefts, rights):
+  def pairs(g, strip, lefts, rights):
     """Products of some pairs, each held as one register whose 8 rows are summed at the end."""
+    lane = pl.ds(strip, lanes)
 
     def add(r, sums):
       at = (0, aligned(g * (blocks.rows // rows) + r, rows), lane)
@@ -161,22 +165,23 @@ def _products_kernel(outputs, count, blocks, unit, *refs):
     size = (8 if rows % 8 == 0 else rows, lanes)
     sums = [jnp.zeros(size, jnp.float32)] * (len(lefts) * len(rights))
     sums = jax.lax.fori_loop(0, blocks.rows // rows, add, sums)
-    for i, p in enumerate(rights):
-      for j, o in enumerate(lefts):
-        at = (o, p, 0, pl.ds(first + g, 1), lane)
-        total = jnp.sum(sums[i * len(lefts) + j], 0, keepdims=True)
-        if blocks.grid[3] > 1:
-          total += jnp.where(pl.program_id(3) == 0, 0.0, prod[at])
-        prod[at] = total
+    return [jnp.sum(x, 0, keepdims=True) for x in sums]
 
   def group(g):
-    def strip(t):
-      for o in range(0, outputs, held_left):
-        for p in range(0, count, held_right):
-          lefts = range(o, min(o + held_left, outputs))
-          pairs(g, aligned(t, lanes), lefts, range(p, min(p + held_right, count)))
-
-    each(blocks.tokens // lanes, strip)
+    for o in range(0, outputs, held_left):
+      for p in range(0, count, held_right):
+        lefts = range(o, min(o + held_left, outputs))
+        rights = range(p, min(p + held_right, count))
+        totals = [pairs(g, strip, lefts, rights) for strip in strips]
+        # A row is stored whole, as a store at a row is not to start at any lane.
+        for (q, i), parts in zip(
+          itertools.product(rights, lefts), zip(*totals, strict=True), strict=True
+        ):
+          at = (i, q, 0, pl.ds(first + g, 1), slice(None))
+          total = jnp.concatenate(parts, 1)
+          if blocks.grid[3] > 1:
+            total += jnp.where(pl.program_id(3) == 0, 0.0, prod[at])
+          prod[at] = total
 
   each(blocks.groups, group)
 
