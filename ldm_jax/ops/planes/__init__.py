@@ -5,9 +5,17 @@ one row that stands for a group's many: coefficients are cheap where they meet p
 
 out = weighted_sums(planes, weights_OPBGT, base)     # out_o = base_o + sum_p weights[o, p] plane_p
 prod_OPBGT = group_products(left, right, groups)     # by group, left_o . right_p
+outs = tokenwise(body, [k_KBGT, w_BGT])              # fused elementwise functions of such numbers
 """
 
 from ldm_jax.ops.planes.api import group_products, weighted_sums
-from ldm_jax.ops.planes.forms import planes_refusal
+from ldm_jax.ops.planes.forms import planes_refusal, tokenwise_refusal
+from ldm_jax.ops.planes.tokenwise import tokenwise
 
-__all__ = ["group_products", "planes_refusal", "weighted_sums"]
+__all__ = [
+  "group_products",
+  "planes_refusal",
+  "tokenwise",
+  "tokenwise_refusal",
+  "weighted_sums",
+]

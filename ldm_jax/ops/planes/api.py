@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from ldm_jax.ops.planes import plain, sums_kernel
 from ldm_jax.ops.planes.forms import (
   COEFFICIENT,
   PLANE,
+  Choice,
   on_each_device,
   planes_refusal,
   takes_kernel,
@@ -19,11 +19,6 @@ from ldm_jax.ops.planes.forms import (
 from ldm_jax.typing import Dtype
 
 _PAIRS = (None, None, *COEFFICIENT)
-
-
-class _Choice(NamedTuple):
-  kernel: bool
-  interpret: bool
 
 
 def weighted_sums(
@@ -105,7 +100,7 @@ def _choose(form, planes, groups, dtypes, interpret):
     raise ValueError(f"planes differ in shape: {sorted({x.shape for x in planes})}")
   dtypes = (*(x.dtype for x in planes), *dtypes)
   refuse = functools.partial(planes_refusal, shape, groups, dtypes)
-  return _Choice(takes_kernel(form, refuse, planes[0], interpret), interpret)
+  return Choice(takes_kernel(form, refuse, planes[0], interpret), interpret)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -14,7 +14,7 @@ LANES = 128  # of a TPU register
 
 # Bytes of a kernel's blocks, each held twice, so that one is moved while the other is used.  A
 # grid step then moves about 6 MiB, in 5 to 8 us, beside which its fixed cost of 0.35 us is small.
-_BLOCK_BYTES = 12 * 2**20
+BLOCK_BYTES = 12 * 2**20
 VMEM_LIMIT = 32 * 2**20  # blocks and what the compiler spills; v5e, v5p and v6e have 64 or more
 
 
@@ -64,7 +64,7 @@ def plane_blocks(
   shapes += [(1, n) for n in divisors(rows, row_unit(dtypes))[1:]]
   wanted = min(width, 128)  # rows of a block, or else fewer tokens are better
   for size in sizes:
-    left = _BLOCK_BYTES - 2 * coefficients * -(-groups // 8) * 8 * size * 4
+    left = BLOCK_BYTES - 2 * coefficients * -(-groups // 8) * 8 * size * 4
     fitting = [(n, r) for n, r in shapes if n * r * size * row_bytes <= left]
     if fitting and fitting[0][0] * fitting[0][1] >= wanted:
       break
@@ -85,10 +85,13 @@ def coefficient_spec(blocks: Blocks, lead: tuple[int, ...], groups: int) -> pl.B
   return pl.BlockSpec(size, lambda b, t, g, r: (*(0 for _ in lead), b, 0, t))
 
 
-def compiler_params(grid: Sequence[int], parallel: int) -> pltpu.CompilerParams:
-  """Lets cores share the first `parallel` axes of the grid."""
+def compiler_params(
+  grid: Sequence[int], parallel: int, block_bytes: int = BLOCK_BYTES
+) -> pltpu.CompilerParams:
+  """Lets cores share the first `parallel` axes of the grid, and room for blocks and spills."""
   kinds = ["parallel"] * parallel + ["arbitrary"] * (len(grid) - parallel)
-  return pltpu.CompilerParams(dimension_semantics=tuple(kinds), vmem_limit_bytes=VMEM_LIMIT)
+  limit = max(VMEM_LIMIT, block_bytes + VMEM_LIMIT // 4)
+  return pltpu.CompilerParams(dimension_semantics=tuple(kinds), vmem_limit_bytes=limit)
 
 
 def each(count: int, body: Callable) -> None:

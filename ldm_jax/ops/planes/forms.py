@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,13 @@ from ldm_jax.typing import Dtype
 FORMS = ("auto", "plain", "kernel")
 PLANE = ("batch", "activation_embed", "sequence")  # logical axes of [B, D, T]
 COEFFICIENT = ("batch", "groups", "sequence")  # of [B, G, T], behind any leading axes
+
+
+class Choice(NamedTuple):
+  """The form of an operation that was chosen for it: the kernel or not, interpreted or not."""
+
+  kernel: bool
+  interpret: bool
 
 
 def planes_refusal(

@@ -92,7 +92,9 @@ def _sums_kernel(count, based, blocks, unit, transposed, weights, *refs):
         x = plane[at].astype(jnp.float32)
         for i, o in enumerate(these):
           pair = (p, o) if transposed else (o, p)
-          term = weights[*pair, 0, pl.ds(first + g, 1), :][:, lane.start : lane.start + lane.size] * x
+          term = (
+            weights[*pair, 0, pl.ds(first + g, 1), :][:, lane.start : lane.start + lane.size] * x
+          )
           sums[i] = term if sums[i] is None else sums[i] + term
       for i, o in enumerate(these):
         outs[o][at] = sums[i].astype(outs[o].dtype)
@@ -102,7 +104,7 @@ def _sums_kernel(count, based, blocks, unit, transposed, weights, *refs):
       lane = aligned(t, lanes)
       each(blocks.rows // rows, lambda r: chunk(g, lane, r))
 
-    for t in range(blocks.tokens // lanes):  # a load at a row is not to start at any lane
+    for t in range(blocks.tokens // lanes):  # unrolled, as a row's lanes are sliced
       strip(t)
 
   each(blocks.groups, group)
