@@ -113,6 +113,7 @@ def on_each_device(
   operands: Sequence[jax.Array],
   axes: Sequence[tuple[str | None, ...]],
   out_axes: Any,
+  summed: Sequence[tuple[str, ...]] | None = None,
 ) -> Any:
   """Calls `kernel(*operands)` on each device's part of the arrays.
 
@@ -121,6 +122,8 @@ def on_each_device(
     operands: any number of arrays.
     axes: logical axes of each operand.
     out_axes: of each output: one tuple of names, or a list of them.
+    summed: logical axes of operands over whose parts each output, of a list, is a sum; of none by
+      default.
 
   Returns:
     What the kernel returns.
@@ -129,9 +132,18 @@ def on_each_device(
   if mesh.size <= 1 or AxisType.Auto not in mesh.axis_types:
     return kernel(*operands)
   several = isinstance(out_axes, list)
+
+  def local(*parts):
+    results = kernel(*parts)
+    if summed is None:
+      return results
+    meshes = [tuple(name for axis in axes for name in RULES[axis]) for axes in summed]
+    pairs = zip(results, meshes, strict=True)
+    return tuple(jax.lax.psum(x, names) if names else x for x, names in pairs)
+
   out_specs = tuple(map(partition_spec, out_axes)) if several else partition_spec(out_axes)
   return jax.shard_map(
-    kernel,
+    local,
     mesh=mesh,
     in_specs=tuple(map(partition_spec, axes)),
     out_specs=out_specs,
