@@ -44,7 +44,7 @@ def errors(found, expected):
 
 
 def largest(found, expected):
-  return max(jax.tree.leaves(errors(found, expected)))
+  return np.max(jax.tree.leaves(errors(found, expected)))  # NaN if any is
 
 
 def with_gradients(function, arguments):
