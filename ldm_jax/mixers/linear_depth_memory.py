@@ -11,30 +11,24 @@ memory, query, key and forgetting factor.  Source: the Depth Memory framework te
 Depth Memory tutorial; activations, initial values and the delta rule are this project's own.
 """
 
-import math
 from typing import Any
 
-import flax.linen as nn
 import flax.struct
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ldm_jax.errors import InputError
 from ldm_jax.mixers.base import DepthMixer
+from ldm_jax.mixers.depth_memory_controls import ReadControls, WriteControls
 from ldm_jax.ops import depth_memory as dm
-from ldm_jax.ops.normalize import l2norm
-from ldm_jax.sharding import constrain, partitioned
+from ldm_jax.ops.depth_memory import deferred
+from ldm_jax.ops.depth_memory.forms import FORMS, choose_form
+from ldm_jax.ops.depth_memory.natural import Natural
+from ldm_jax.sharding import constrain
 from ldm_jax.typing import ActivationsBTD, Dtype
 
 _RULES = ("rls", "delta", "outer")
 _READOUTS = ("add", "memory_only")
-
-_zeros = nn.initializers.zeros
-# Lecun-normal over the true fan-in: the last axes of a head kernel [R, G, K] are all outputs.
-_head_init = nn.initializers.variance_scaling(
-  1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=(1, 2)
-)
 
 
 @flax.struct.dataclass
@@ -55,6 +49,35 @@ class DepthMemoryStreams:
   def memory_matrix(self) -> Float[Array, "B T G V K"]:
     """The memory as matrices [B, T, G, V, K]: column space of group g is x[g·V : (g+1)·V]."""
     return self.M
+
+
+@flax.struct.dataclass
+class DeferredMemoryStreams:
+  """The same streams where writes are put off, see `ops.depth_memory.deferred`.
+
+  x: residual stream [B, T, D].  memory: M and P, and the writes not yet in M.  pending: as in
+  `DepthMemoryStreams`.  arithmetic: how the sums are done.  chunk: the most writes put off.
+  """
+
+  x: Any
+  memory: deferred.Pending
+  pending: Any
+  arithmetic: Any = flax.struct.field(pytree_node=False)
+  chunk: int = flax.struct.field(pytree_node=False)
+
+  def memory_matrix(self) -> Float[Array, "B T G V K"]:
+    """The memory as matrices [B, T, G, V, K]: column space of group g is x[g·V : (g+1)·V]."""
+    return self.arithmetic.memory_matrix(self.x, deferred.fold_planes(self.arithmetic, self.memory))
+
+  @property
+  def M(self) -> Float[Array, "B T G V K"]:
+    """`memory_matrix()`."""
+    return self.memory_matrix()
+
+  @property
+  def P(self) -> Float[Array, "B T G K K"] | None:
+    """The inverse key covariance, float32; None where the rule has none."""
+    return self.arithmetic.covariance_matrix(self.memory.covariance)
 
 
 class LinearDepthMemory(DepthMixer):
@@ -89,6 +112,8 @@ class LinearDepthMemory(DepthMixer):
       from an empty memory.
     write_every: sublayers per write; each write takes the sum of their outputs, under a key from
       the residual stream after the last of them (2 is one write per block, an ablation).
+    form: how the memory is computed; see `ops.depth_memory.forms`.  All give the same numbers.
+    chunk: the most writes put off by the forms that do so; None leaves it to a cost rule.
     dtype: dtype of the control matrix products.
   """
 
@@ -109,12 +134,16 @@ class LinearDepthMemory(DepthMixer):
   importance: bool = True
   write_embedding: bool = False
   write_every: int = 1
+  form: str = "auto"
+  chunk: int | None = None
 
   def __post_init__(self):
     for setting, choices in (("rule", _RULES), ("readout", _READOUTS)):
       self.require(setting, getattr(self, setting) in choices, f"one of {', '.join(choices)}")
     for setting in ("groups", "key_dim", "latent_dim", "write_every"):
       self.require(setting, getattr(self, setting) >= 1, "at least 1")
+    self.require("form", self.form in FORMS, f"one of {', '.join(FORMS)}")
+    self.require("chunk", self.chunk is None or self.chunk >= 1, "at least 1 or None")
     super().__post_init__()
 
   def setup(self):
@@ -134,7 +163,7 @@ class LinearDepthMemory(DepthMixer):
       importance=self.importance,
     )
 
-  def init_streams(self, x: ActivationsBTD) -> DepthMemoryStreams:
+  def init_streams(self, x: ActivationsBTD) -> DepthMemoryStreams | DeferredMemoryStreams:
     """x with an empty memory, M = 0 and P = α I, or one that holds the embedding.
 
     Raises:
@@ -146,186 +175,122 @@ class LinearDepthMemory(DepthMixer):
         f"groups: the width {x.shape[-1]} is not divisible by groups = {self.groups}; "
         "choose a divisor of the width"
       )
-    M, P = dm.rls_init(x.shape[:2], self.groups, value_dim, self.key_dim, self.alpha)
-    M = M.astype(self.memory_dtype)
-    if self.write_embedding:
-      k_BTGK = jnp.full(P.shape[:-1], self.key_dim**-0.5, P.dtype)
-      M, P = self._write_record(M, P, k_BTGK, x, 1.0, 1.0)
+    arithmetic, chunk = choose_form(
+      self.form,
+      self.chunk,
+      x,
+      rule=self.rule,
+      groups=self.groups,
+      key_dim=self.key_dim,
+      memory_dtype=self.memory_dtype,
+      writes=self._writes(),
+      smallest_forgetting=self.min_forgetting if self.forgetting else 1.0,
+    )
     pending = jnp.zeros_like(x) if self.write_every > 1 else None
-    return self._place(DepthMemoryStreams(x, M, P, pending))
+    if arithmetic is None:
+      M, P = dm.rls_init(x.shape[:2], self.groups, value_dim, self.key_dim, self.alpha)
+      streams = DepthMemoryStreams(x, M.astype(self.memory_dtype), P, pending)
+    else:
+      memory = deferred.start(arithmetic, x.shape[:2], self.alpha)
+      streams = DeferredMemoryStreams(x, memory, pending, arithmetic, chunk)
+    if self.write_embedding:
+      layout = _layout(streams)
+      k = layout.constant_key(x.shape[:2])
+      streams = self._record(streams, x, (k, layout.ones(k), jnp.ones((self.groups,))), -1)
+    return self._place(streams)
 
-  def read(self, streams: DepthMemoryStreams) -> ActivationsBTD:
+  def read(self, streams: DepthMemoryStreams | DeferredMemoryStreams) -> ActivationsBTD:
     """h = x + concat_g(gain_g · gate_g · M_g q_g), or M q alone; x where nothing is written yet."""
     x = streams.x
     if self.index < self.write_every:
       return x
-    q_BTGK, scale_BTG = self.read_controls(x)
-    r_BTGV = dm.read(streams.M, q_BTGK)
-    if self.readout == "memory_only":
+    layout = _layout(streams)
+    q, scale = self.read_controls(x, layout)
+    added = self.readout == "add"
+    if isinstance(streams, DeferredMemoryStreams):
+      base = layout.to_plane(x) if added else None
+      return layout.from_plane(deferred.read(layout, base, q, scale, streams.memory))
+    r_BTGV = dm.read(streams.M, q)
+    if not added:
       return r_BTGV.reshape(x.shape).astype(x.dtype)
-    return x + (scale_BTG[..., None] * r_BTGV).reshape(x.shape).astype(x.dtype)
+    return x + (scale[..., None] * r_BTGV).reshape(x.shape).astype(x.dtype)
 
-  def write(self, streams: DepthMemoryStreams, v: ActivationsBTD) -> DepthMemoryStreams:
+  def write(
+    self, streams: DepthMemoryStreams | DeferredMemoryStreams, v: ActivationsBTD
+  ) -> DepthMemoryStreams | DeferredMemoryStreams:
     """x ← x + v, then (k, v) enters the memory under a key computed from the new x."""
     x = streams.x + v if self.residual else v
-    M, P, pending = streams.M, streams.P, streams.pending
-    if pending is not None:
-      v, pending = pending + v, jnp.zeros_like(pending)
+    if isinstance(streams, DeferredMemoryStreams):
+      streams = streams.replace(memory=deferred.next_sublayer(streams.memory))
+    if self.write_every > 1:
+      v = streams.pending + v
     if (self.index + 1) % self.write_every:
-      return self._place(DepthMemoryStreams(x, M, P, v))
-    k_BTGK, strength_BTG, forgetting_G = self.write_controls(x)
-    M, P = self._write_record(M, P, k_BTGK, v, strength_BTG, forgetting_G)
-    return self._place(DepthMemoryStreams(x, M, P, pending))
+      return self._place(streams.replace(x=x, pending=v))
+    if self.write_every > 1:
+      streams = streams.replace(pending=jnp.zeros_like(v))
+    controls = self.write_controls(x, _layout(streams))
+    return self._place(self._record(streams.replace(x=x), v, controls, self.index))
 
-  def _write_record(self, M, P, k_BTGK, v, strength, forgetting):
-    """(k, v) enters the memory by the rule; strength is ω or β."""
+  def _record(self, streams, v, controls, index):
+    """(k, v) enters the memory by the rule; `controls` are k, ω (or β) and λ."""
+    k, strength, forgetting = controls
+    if isinstance(streams, DeferredMemoryStreams):
+      layout = streams.arithmetic
+      memory = deferred.write(
+        layout,
+        layout.to_plane(v),
+        k,
+        strength,
+        None
+        if forgetting is None
+        else jnp.broadcast_to(layout.per_group(forgetting), strength.shape),
+        streams.memory,
+        streams.chunk,
+        self._reads(index, streams.chunk),
+      )
+      return streams.replace(memory=memory)
+    M, P = streams.M, streams.P
     v_BTGV = v.reshape(*v.shape[:2], self.groups, -1)
     if self.rule == "rls":
-      return dm.rls_write(M, P, k_BTGK, v_BTGV, forgetting, strength)
-    if self.rule == "delta":
-      return dm.delta_write(M, k_BTGK, v_BTGV, strength), P
-    return dm.outer_write(M, k_BTGK, v_BTGV), P
+      M, P = dm.rls_write(M, P, k, v_BTGV, forgetting, strength)
+    elif self.rule == "delta":
+      M = dm.delta_write(M, k, v_BTGV, strength)
+    else:
+      M = dm.outer_write(M, k, v_BTGV)
+    return streams.replace(M=M, P=P)
+
+  def _writes(self):
+    """In the whole network; None if it is not known how large that is."""
+    if self.sublayers is None:
+      return None
+    return self.sublayers // self.write_every + self.write_embedding
+
+  def _reads(self, index, chunk):
+    """Pending writes at the read of each sublayer after a first write at `index`; 0 for no read."""
+    last = index + chunk * self.write_every
+    if self.sublayers is not None:
+      last = min(last, self.sublayers)
+    return [
+      1 + (reader - index - 1) // self.write_every if reader >= self.write_every else 0
+      for reader in range(index + 1, last + 1)
+    ]
 
   def _place(self, streams):
     """Drops P where the rule has none and pins the sharding of each stream."""
-    token, pending, P = ("batch", "sequence"), streams.pending, None
-    if self.rule == "rls":
-      P = constrain(streams.P, *token, "groups", None, None)
+    token, pending = ("batch", "sequence"), streams.pending
+    x = constrain(streams.x, *token, "activation_embed")
     if pending is not None:
       pending = constrain(pending, *token, "activation_embed")
-    return DepthMemoryStreams(
-      constrain(streams.x, *token, "activation_embed"),
-      constrain(streams.M, *token, "groups", "group_width", "key_dim"),
-      P,
-      pending,
-    )
+    streams = streams.replace(x=x, pending=pending)
+    if isinstance(streams, DeferredMemoryStreams):
+      return streams.replace(memory=streams.arithmetic.place(streams.memory))
+    M = constrain(streams.M, *token, "groups", "group_width", "key_dim")
+    P = constrain(streams.P, *token, "groups", None, None) if self.rule == "rls" else None
+    return streams.replace(M=M, P=P)
 
 
-class Latent(nn.Module):
-  """The shared latent of one side: silu(W norm(x) + b), [B, T, D] -> [B, T, R].
-
-  norm is RMSNorm without a learned scale, so the controls see the direction of the residual stream
-  and not its growth with depth.
-  """
-
-  latent_dim: int
-  dtype: Dtype
-
-  @nn.compact
-  def __call__(self, x: ActivationsBTD) -> Float[Array, "B T R"]:
-    """Returns the latent in `dtype`."""
-    init = partitioned(nn.initializers.lecun_normal(), "stream_embed", "latent")
-    kernel = self.param("latent_kernel", init, (x.shape[-1], self.latent_dim))
-    bias = self.param("latent_bias", partitioned(_zeros, "latent"), (self.latent_dim,))
-    normed = nn.RMSNorm(use_scale=False, dtype=self.dtype)(x)
-    product = jnp.einsum("btd,dr->btr", normed, kernel.astype(self.dtype))
-    return nn.silu(product + bias.astype(self.dtype)[None, None])
-
-
-class ReadControls(nn.Module):
-  """Query, gate and gain of one read, from the residual stream before the sublayer.
-
-  a = silu(W_r norm(x) + b_r),  q = l2norm(W_q a + b_q),  scale = gain · sigmoid(W_γ a + b_γ).
-  """
-
-  groups: int
-  key_dim: int
-  latent_dim: int
-  key_bias_init: float
-  gain_init: float
-  gated: bool
-  dtype: Dtype
-
-  @nn.compact
-  def __call__(
-    self, x: ActivationsBTD
-  ) -> tuple[Float[Array, "B T G K"], Float[Array, "B T G"] | None]:
-    """Returns the unit queries and gain · gate, both float32; None in place of gain · gate for the
-    memory-only read-out.
-    """  # fmt: skip
-    latent = Latent(self.latent_dim, self.dtype, name="latent")(x)
-    q = l2norm(_vector_head(self, "query", latent, self.groups, self.key_dim))
-    if not self.gated:
-      return q, None
-    gate = jax.nn.sigmoid(_number_head(self, "gate", latent, self.groups, 0.0))
-    init = partitioned(nn.initializers.constant(self.gain_init), "groups")
-    gain = self.param("gain", init, (self.groups,))
-    return q, gain[None, None] * gate
-
-
-class WriteControls(nn.Module):
-  """Key, strength and forgetting of one write, from the residual stream after the sublayer.
-
-  c = silu(W_w norm(x) + b_w),  k = l2norm(W_k c + b_k),  ω = softplus(W_ω c + b_ω), 1 at the start,
-  λ = λ_min + (1 − λ_min) sigmoid(θ) with θ per sublayer and group.  The delta rule has a step size
-  β = sigmoid(W_β c + b_β) in place of ω and λ; the outer-product rule has neither.
-  """
-
-  groups: int
-  key_dim: int
-  latent_dim: int
-  key_bias_init: float
-  rule: str
-  shared_key: bool
-  min_forgetting: float
-  forgetting_init: float
-  forgetting: bool
-  importance: bool
-  dtype: Dtype
-
-  @nn.compact
-  def __call__(
-    self, x: ActivationsBTD
-  ) -> tuple[Float[Array, "B T G K"], Float[Array, "B T G"] | None, Float[Array, " G"] | None]:
-    """Returns unit keys, ω (or β, or None) and λ (or None), all float32."""
-    latent = Latent(self.latent_dim, self.dtype, name="latent")(x)
-    k = l2norm(
-      _vector_head(self, "key", latent, 1 if self.shared_key else self.groups, self.key_dim)
-    )
-    k = jnp.broadcast_to(k, (*x.shape[:2], self.groups, self.key_dim))
-    if self.rule == "outer":
-      return k, None, None
-    if self.rule == "delta":
-      return k, jax.nn.sigmoid(_number_head(self, "beta", latent, self.groups, 0.0)), None
-    if not self.importance:
-      return k, jnp.ones(k.shape[:-1], jnp.float32), self._forgetting_factors()
-    one = math.log(math.e - 1)  # softplus(one) = 1
-    importance = jax.nn.softplus(_number_head(self, "importance", latent, self.groups, one))
-    return k, importance, self._forgetting_factors()
-
-  def _forgetting_factors(self):
-    if not self.forgetting:
-      return jnp.ones((self.groups,), jnp.float32)
-    fraction = (self.forgetting_init - self.min_forgetting) / (1 - self.min_forgetting)
-    logit = math.log(fraction / (1 - fraction))
-    init = partitioned(nn.initializers.constant(logit), "groups")
-    theta = self.param("forgetting", init, (self.groups,))
-    return self.min_forgetting + (1 - self.min_forgetting) * jax.nn.sigmoid(theta)
-
-
-def _vector_head(module, name, latent, groups, size):
-  """A [B, T, G, K] affine map of the latent, float32 out of the product."""
-  axes = ("groups" if groups > 1 else None, "key_dim")
-  shape = (groups, size)
-  kernel = module.param(
-    f"{name}_kernel", partitioned(_head_init, "latent", *axes), (latent.shape[-1], *shape)
-  )
-  init = nn.initializers.constant(module.key_bias_init)
-  bias = module.param(f"{name}_bias", partitioned(init, *axes), shape)
-  product = jnp.einsum(
-    "btr,rgk->btgk", latent, kernel.astype(latent.dtype), preferred_element_type=jnp.float32
-  )
-  return product + bias[None, None]
-
-
-def _number_head(module, name, latent, groups, bias_init):
-  """A [B, T, G] affine map of the latent that starts at the constant `bias_init`."""
-  kernel = module.param(
-    f"{name}_kernel", partitioned(_zeros, "latent", "groups"), (latent.shape[-1], groups)
-  )
-  init = partitioned(nn.initializers.constant(bias_init), "groups")
-  bias = module.param(f"{name}_bias", init, (groups,))
-  product = jnp.einsum(
-    "btr,rg->btg", latent, kernel.astype(latent.dtype), preferred_element_type=jnp.float32
-  )
-  return product + bias[None, None]
+def _layout(streams):
+  """How the controls are laid out: as the arithmetic of the streams wants them."""
+  if isinstance(streams, DeferredMemoryStreams):
+    return streams.arithmetic
+  return Natural(*streams.M.shape[-3::2])

@@ -1,0 +1,139 @@
+"""What the depth memory is told: keys, queries, gates, importances, from the residual stream.
+
+One latent for each side, silu(W norm(x) + b) with an RMSNorm without scale, and affine maps of it.
+The norm is one number per token, so it waits until after the product with W.
+"""
+
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ldm_jax.sharding import partitioned
+from ldm_jax.typing import ActivationsBTD, Dtype
+
+_zeros = nn.initializers.zeros
+# Lecun-normal over the true fan-in: the last axes of a head kernel [R, G, K] are all outputs.
+_head_init = nn.initializers.variance_scaling(
+  1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=(1, 2)
+)
+
+
+class Latent(nn.Module):
+  """The shared latent of one side: silu(W norm(x) + b), R numbers for each token.
+
+  norm is RMSNorm without a learned scale, so the controls see the direction of the residual stream
+  and not its growth with depth.
+  """
+
+  latent_dim: int
+  dtype: Dtype
+
+  @nn.compact
+  def __call__(self, x: ActivationsBTD, layout: Any) -> jax.Array:
+    """Returns the latent in `dtype`, as the layout wants it."""
+    init = partitioned(nn.initializers.lecun_normal(), "stream_embed", "latent")
+    kernel = self.param("latent_kernel", init, (x.shape[-1], self.latent_dim))
+    bias = self.param("latent_bias", partitioned(_zeros, "latent"), (self.latent_dim,))
+    return layout.latent(x, kernel, bias, self.dtype)
+
+
+class ReadControls(nn.Module):
+  """Query, gate and gain of one read, from the residual stream before the sublayer.
+
+  a = silu(W_r norm(x) + b_r),  q = l2norm(W_q a + b_q),  scale = gain · sigmoid(W_γ a + b_γ).
+  """
+
+  groups: int
+  key_dim: int
+  latent_dim: int
+  key_bias_init: float
+  gain_init: float
+  gated: bool
+  dtype: Dtype
+
+  @nn.compact
+  def __call__(self, x: ActivationsBTD, layout: Any) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the queries and gain · gate, both float32 in a layout; None in place of gain · gate
+    for the memory-only read-out.
+    """  # fmt: skip
+    latent = Latent(self.latent_dim, self.dtype, name="latent")(x, layout)
+    q = _vectors(self, "query", latent, layout, self.groups, self.key_dim)
+    if not self.gated:
+      return q, None
+    gate = jax.nn.sigmoid(_numbers(self, "gate", latent, layout, self.groups, 0.0))
+    init = partitioned(nn.initializers.constant(self.gain_init), "groups")
+    gain = self.param("gain", init, (self.groups,))
+    return q, layout.per_group(gain) * gate
+
+
+class WriteControls(nn.Module):
+  """Key, strength and forgetting of one write, from the residual stream after the sublayer.
+
+  c = silu(W_w norm(x) + b_w),  k = l2norm(W_k c + b_k),  ω = softplus(W_ω c + b_ω), 1 at the start,
+  λ = λ_min + (1 − λ_min) sigmoid(θ) with θ per sublayer and group.  The delta rule has a step size
+  β = sigmoid(W_β c + b_β) in place of ω and λ; the outer-product rule has neither.
+  """
+
+  groups: int
+  key_dim: int
+  latent_dim: int
+  key_bias_init: float
+  rule: str
+  shared_key: bool
+  min_forgetting: float
+  forgetting_init: float
+  forgetting: bool
+  importance: bool
+  dtype: Dtype
+
+  @nn.compact
+  def __call__(
+    self, x: ActivationsBTD, layout: Any
+  ) -> tuple[jax.Array, jax.Array | None, Float[Array, " G"] | None]:
+    """Returns keys and ω (or β, or None), float32 in a layout, and λ (or None)."""
+    latent = Latent(self.latent_dim, self.dtype, name="latent")(x, layout)
+    keys = 1 if self.shared_key else self.groups
+    k = _vectors(self, "key", latent, layout, keys, self.key_dim)
+    k = layout.shared(k, self.groups) if self.shared_key else k
+    if self.rule == "outer":
+      return k, None, None
+    if self.rule == "delta":
+      beta = jax.nn.sigmoid(_numbers(self, "beta", latent, layout, self.groups, 0.0))
+      return k, beta, None
+    if not self.importance:
+      return k, layout.ones(k), self._forgetting_factors()
+    one = math.log(math.e - 1)  # softplus(one) = 1
+    importance = jax.nn.softplus(_numbers(self, "importance", latent, layout, self.groups, one))
+    return k, importance, self._forgetting_factors()
+
+  def _forgetting_factors(self):
+    if not self.forgetting:
+      return jnp.ones((self.groups,), jnp.float32)
+    fraction = (self.forgetting_init - self.min_forgetting) / (1 - self.min_forgetting)
+    logit = math.log(fraction / (1 - fraction))
+    init = partitioned(nn.initializers.constant(logit), "groups")
+    theta = self.param("forgetting", init, (self.groups,))
+    return self.min_forgetting + (1 - self.min_forgetting) * jax.nn.sigmoid(theta)
+
+
+def _vectors(module, name, latent, layout, groups, size):
+  """Unit vectors along an affine map of the latent."""
+  axes = ("groups" if groups > 1 else None, "key_dim")
+  init = partitioned(_head_init, "latent", *axes)
+  kernel = module.param(f"{name}_kernel", init, (module.latent_dim, groups, size))
+  init = partitioned(nn.initializers.constant(module.key_bias_init), *axes)
+  bias = module.param(f"{name}_bias", init, (groups, size))
+  return layout.unit(layout.vectors(latent, kernel, bias))
+
+
+def _numbers(module, name, latent, layout, groups, bias_init):
+  """An affine map of the latent that starts at the constant `bias_init`."""
+  init = partitioned(_zeros, "latent", "groups")
+  kernel = module.param(f"{name}_kernel", init, (module.latent_dim, groups))
+  init = partitioned(nn.initializers.constant(bias_init), "groups")
+  bias = module.param(f"{name}_bias", init, (groups,))
+  return layout.numbers(latent, kernel, bias)

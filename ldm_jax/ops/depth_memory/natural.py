@@ -1,0 +1,379 @@
+"""The arithmetic of put-off writes in the layout of the equations: k [B, T, G, K], P [..., K, K].
+
+What a CPU likes best: K is the vector axis.  See `deferred` for what is computed.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from ldm_jax.ops.depth_memory.deferred import Covariance, Record
+from ldm_jax.ops.normalize import inverse_rms, l2norm
+from ldm_jax.ops.products import exact_einsum
+from ldm_jax.sharding import constrain
+
+
+@dataclasses.dataclass(frozen=True)
+class Natural:
+  """Planes [B, T, D], keys [B, T, G, K], numbers [B, T, G]; weights are tuples of numbers.
+
+  Attributes:
+    groups: G.
+    key_dim: K.
+    rule: "rls", or "outer", which has no covariance.
+    memory_dtype: of folded planes.
+  """
+
+  groups: int
+  key_dim: int
+  rule: str = "rls"
+  memory_dtype: str = "float32"
+
+  def start(self, batch_shape, alpha):
+    """P₋₁ = α I, without forgetting so far; None for the rule without P."""
+    if self.rule == "outer":
+      return None
+    leading = (*batch_shape, self.groups)
+    matrix = jnp.broadcast_to(alpha * jnp.eye(self.key_dim), (*leading, *(self.key_dim,) * 2))
+    return Covariance(matrix, jnp.ones(leading))
+
+  def to_plane(self, x):
+    """[B, T, D], as it is."""
+    return x
+
+  def from_plane(self, plane):
+    """[B, T, D], as it is."""
+    return plane
+
+  def latent(self, x, kernel, bias, dtype):
+    """silu(W norm(x) + b), [B, T, R]."""
+    product = jnp.einsum(
+      "btd,dr->btr", x.astype(dtype), kernel.astype(dtype), preferred_element_type=jnp.float32
+    )
+    return jax.nn.silu(product * inverse_rms(x)[..., None] + bias[None, None]).astype(dtype)
+
+  def vectors(self, latent, kernel, bias):
+    """Affine maps [B, T, G, K] of the latent, float32."""
+    kernel = kernel.astype(latent.dtype)
+    product = jnp.einsum("btr,rgk->btgk", latent, kernel, preferred_element_type=jnp.float32)
+    return product + bias[None, None]
+
+  def numbers(self, latent, kernel, bias):
+    """Affine maps [B, T, G] of the latent, float32."""
+    kernel = kernel.astype(latent.dtype)
+    product = jnp.einsum("btr,rg->btg", latent, kernel, preferred_element_type=jnp.float32)
+    return product + bias[None, None]
+
+  def unit(self, vectors):
+    """Vectors of length 1."""
+    return l2norm(vectors)
+
+  def shared(self, key, groups):
+    """One key for all groups."""
+    return jnp.broadcast_to(key, (*key.shape[:2], groups, key.shape[-1]))
+
+  def constant_key(self, batch_shape):
+    """(1, …, 1) / √K for all."""
+    return jnp.full((*batch_shape, self.groups, self.key_dim), self.key_dim**-0.5)
+
+  def ones(self, key):
+    """1 for each token and group of some keys."""
+    return jnp.ones(key.shape[:-1])
+
+  def per_group(self, numbers):
+    """[G] -> what broadcasts with numbers."""
+    return numbers[None, None]
+
+  def place(self, pending):
+    """Pins the sharding of a memory."""
+    token = ("batch", "sequence")
+
+    def planes(arrays):
+      return tuple(constrain(x, *token, "activation_embed") for x in arrays)
+
+    def record(record):
+      key = constrain(record.key, *token, "groups", "key_dim")
+      return Record(key, constrain(record.weight, *token, "groups"))
+
+    covariance = pending.covariance
+    if covariance is not None:
+      matrix = constrain(covariance.matrix, *token, "groups", None, None)
+      covariance = Covariance(matrix, constrain(covariance.decay, *token, "groups"))
+    return pending.replace(
+      memory=planes(pending.memory),
+      values=planes(pending.values),
+      records=tuple(record(r) for r in pending.records),
+      covariance=covariance,
+    )
+
+  def memory_matrix(self, x, planes):
+    """Planes as matrices [B, T, G, V, K]; zeros if there are none."""
+    if not planes:
+      planes = (jnp.zeros(x.shape, self.memory_dtype),) * self.key_dim
+    return jnp.stack(planes, -1).reshape(*x.shape[:2], self.groups, -1, self.key_dim)
+
+  def covariance_matrix(self, covariance):
+    """P [B, T, G, K, K], forgetting and all."""
+    return covariance and self.restart(covariance).matrix
+
+  def write(self, covariance, key, importance, forgetting):
+    """P after a write, and the record of it."""
+    if covariance is None:
+      return None, Record(key, jnp.ones(key.shape[:-1]))
+    return _write(covariance, key, importance, forgetting)
+
+  def restart(self, covariance):
+    """P with its forgetting in it."""
+    matrix = covariance.matrix / covariance.decay[..., None, None]
+    return Covariance(matrix, jnp.ones_like(covariance.decay))
+
+  def read(self, base, query, scale, memory, values, records, covariance):
+    """base + scale · M q, see `deferred.read`."""
+    matrix = covariance and covariance.matrix
+    weights, _ = _apart(self._weights, query, matrix, records, bool(memory))
+    return self._mix((*memory, *values), [_scaled(weights, scale)], [base])[0]
+
+  def _weights(self, query, matrix, records, memory):
+    """z on the memory planes, if there are any, and w on the pending values; and Γ P q."""
+    projection = query if matrix is None else _times(matrix, query)
+    weights = tuple(record.weight * _dot(record.key, projection) for record in records)
+    if memory:
+      rest = query
+      if matrix is not None:  # a sum of outer products corrects nothing
+        rest -= sum(w[..., None] * r.key for w, r in zip(weights, records, strict=True))
+      weights = (*(rest[..., index] for index in range(self.key_dim)), *weights)
+    return weights, projection
+
+  def read_gradients(self, residual, query, scale, memory, values, records, covariance):
+    """Cotangents of (query, scale, covariance), and the message to the writes."""
+    products = tuple(_dot(self._split(residual), self._split(x)) for x in (*memory, *values))
+    matrix = covariance and covariance.matrix
+    (query_bar, scale_bar, projection_bar), message = _apart(
+      self._weight_gradients, query, scale, matrix, records, bool(memory), products
+    )
+    covariance_bar = None
+    if covariance is not None:
+      matrix_bar = _symmetric_outer(projection_bar, query)
+      covariance_bar = Covariance(matrix_bar, jnp.zeros_like(covariance.decay))
+    return (query_bar, scale_bar, covariance_bar), message
+
+  def _weight_gradients(self, query, scale, matrix, records, memory, products):
+    weights, projection = self._weights(query, matrix, records, memory)
+    scale_bar = None
+    if scale is not None:
+      scale_bar = sum(w * p for w, p in zip(weights, products, strict=True))
+    products, scaled = _scaled(products, scale), _scaled(weights, scale)
+    planes = self.key_dim if memory else 0
+    rest = jnp.stack(products[:planes], -1) if memory else None
+    gradients = tuple(
+      product if rest is None or matrix is None else product - _dot(record.key, rest)
+      for product, record in zip(products[planes:], records, strict=True)
+    )
+    projection_bar = sum(
+      (record.weight * gradient)[..., None] * record.key
+      for record, gradient in zip(records, gradients, strict=True)
+    )
+    query_bar = projection_bar if matrix is None else _times(matrix, projection_bar)
+    if rest is not None:
+      query_bar = query_bar + rest
+    message = {
+      "planes": scaled[:planes] if memory else None,
+      "writes": tuple(zip(scaled[planes:], gradients, weights[planes:], strict=True)),
+      "projection": projection,
+      "rest": None if matrix is None else rest,
+    }
+    return (query_bar, scale_bar, projection_bar), message
+
+  def message_zeros(self, record, planes, pending):
+    """Zeros of the shapes of the message of a read from memory planes and pending writes."""
+    number, vector = jnp.zeros_like(record.weight), jnp.zeros_like(record.key)
+    return {
+      "planes": (number,) * planes if planes else None,
+      "writes": ((number,) * 3,) * pending,
+      "projection": vector,
+      "rest": vector if planes and self.rule == "rls" else None,
+    }
+
+  def write_gradients(self, index, record, value_bar, record_bar, messages, factors):
+    """Adds what later reads said of pending write `index` to its cotangents."""
+    scaled = [m.writes[index][0] * factor for m, factor in zip(messages, factors, strict=True)]
+    (value_bar,) = self._mix([m.residual for m in messages], [scaled], [value_bar])
+    key_bar, weight_bar = record_bar.key, record_bar.weight
+    for message in messages:
+      _, gradient, weight = message.writes[index]
+      key_bar = key_bar + (record.weight * gradient)[..., None] * message.projection
+      weight_bar = weight_bar + gradient * _dot(record.key, message.projection)
+      if message.rest is not None:
+        key_bar = key_bar - weight[..., None] * message.rest
+    return value_bar, Record(key_bar, weight_bar)
+
+  def memory_gradients(self, memory_bar, messages, factors):
+    """Adds what later reads said of the memory planes to their cotangents."""
+    weights = [
+      [m.planes[index] * factor for m, factor in zip(messages, factors, strict=True)]
+      for index in range(self.key_dim)
+    ]
+    return self._mix([m.residual for m in messages], weights, memory_bar)
+
+  def fold(self, memory, values, records, covariance):
+    """The K memory planes with all pending writes in them: reads with each unit vector."""
+    matrix = None
+    if covariance is not None:  # `_write` wants symmetric cotangents
+      matrix = 0.5 * (covariance.matrix + jnp.swapaxes(covariance.matrix, -1, -2))
+    weights = []
+    for index in range(self.key_dim):
+      unit = jnp.zeros_like(records[0].key).at[..., index].set(1.0)
+      weights.append(self._weights(unit, matrix, records, bool(memory))[0])
+    dtype = jnp.dtype(self.memory_dtype)
+    return self._mix((*memory, *values), weights, [None] * self.key_dim, dtype)
+
+  def _mix(self, planes, weights, bases, dtype=None):
+    """For each row of weights base + Σ weight · plane, in the dtype of the last plane."""
+    dtype = planes[-1].dtype if dtype is None else dtype
+    return _apart(self._sums, planes, weights, bases, dtype)
+
+  def _sums(self, planes, weights, bases, dtype):
+    split = [self._split(plane) for plane in planes]
+    sums = []
+    for row, base in zip(weights, bases, strict=True):
+      total = sum(weight[..., None] * plane for weight, plane in zip(row, split, strict=True))
+      total = total.reshape(planes[0].shape)
+      sums.append((total if base is None else base.astype(total.dtype) + total).astype(dtype))
+    return tuple(sums)
+
+  def _split(self, plane):
+    """[B, T, D] -> [B, T, G, V], at least float32."""
+    plane = plane.astype(jnp.promote_types(plane.dtype, jnp.float32))
+    return plane.reshape(*plane.shape[:-1], self.groups, -1)
+
+
+def _scaled(weights, scale):
+  return tuple(weights) if scale is None else tuple(scale * weight for weight in weights)
+
+
+def _dot(a, b):
+  return jnp.sum(a * b, axis=-1)
+
+
+def _times(matrix, vector):
+  return exact_einsum("...ij,...j->...i", matrix, vector)
+
+
+def _symmetric_outer(a, b):
+  """(a bᵀ + b aᵀ) / 2, without a transposition, which CPUs do one number at a time."""
+  return 0.5 * (a[..., :, None] * b[..., None, :] + b[..., :, None] * a[..., None, :])
+
+
+def _times_identity(numbers, size):
+  identity = jnp.eye(size)[(None,) * numbers.ndim]
+  return numbers[..., None, None] * identity
+
+
+def _apart(function, *operands):
+  """function(*operands), without XLA fusing anything inside with anything outside.
+
+  On CPUs it computes a cheap producer again for every use inside a fusion: a vector for each number
+  of a matrix, a sum over many outputs for each number of its transpose.  A branch is the one thing
+  that it does not look through.  The other branch, NaN to NaN, is never taken by finite numbers.
+  """
+
+  leaves, tree = jax.tree.flatten(operands)
+  arrays = [x for x in leaves if isinstance(x, jax.Array)]
+
+  def branch(arrays):
+    rest = iter(arrays)
+    filled = [next(rest) if isinstance(x, jax.Array) else x for x in leaves]
+    return function(*jax.tree.unflatten(tree, filled))
+
+  def not_a_number(arrays):
+    shapes = jax.eval_shape(branch, arrays)
+    return jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), shapes)
+
+  return jax.lax.cond(jnp.isnan(jnp.ravel(arrays[0])[0]), not_a_number, branch, arrays)
+
+
+@jax.custom_vjp
+def _write(covariance, key, importance, forgetting):
+  return _write_forward(covariance, key, importance, forgetting)[0]
+
+
+def _bounded(matrix, decay, forgetting):
+  """λ as `reference.bounded_forgetting` bounds it, that bound, and the mean eigenvalue of Γ P."""
+  mean = jnp.trace(matrix, axis1=-2, axis2=-1) / matrix.shape[-1]
+  limit = 2.0**-13 / jnp.finfo(mean.dtype).eps
+  bound = jnp.minimum(1.0, mean / (limit * decay))
+  return jnp.maximum(forgetting, bound), bound, mean
+
+
+def _write_forward(covariance, key, importance, forgetting):
+  def vectors(matrix, decay, key, importance, forgetting):
+    bounded, _, mean = _bounded(matrix, decay, forgetting)
+    decay = decay * bounded
+    weight = importance / decay
+    projection = _times(matrix, key)
+    share = weight / (1 + weight * _dot(key, projection))
+    return decay, weight, projection, share, 0.5 * jnp.finfo(mean.dtype).eps * mean
+
+  matrix = covariance.matrix
+  decay, weight, projection, share, floor = _apart(
+    vectors, matrix, covariance.decay, key, importance, forgetting
+  )
+  downdate = share[..., None, None] * (projection[..., :, None] * projection[..., None, :])
+  matrix = matrix - downdate + _times_identity(floor, matrix.shape[-1])
+  out = Covariance(matrix, decay), Record(key, weight)
+  return out, (covariance, key, importance, forgetting)
+
+
+def _write_backward(kept, gradients):
+  """By hand: automatic differentiation goes over the matrices twice as often.
+
+  With s = P k, d = 1 + w k·s, h = w / d and a symmetric cotangent A of P − h s sᵀ:
+      s̄ = −2 h A s + d̄ w k,   h̄ = −sᵀ A s,   d̄ = −h̄ w / d²,   P̄ = A + (s̄ kᵀ + k s̄ᵀ) / 2
+  """
+
+  def vectors(matrix_bar, decay_bar, record_bar, matrix, decay, key, importance, forgetting):
+    bounded, bound, _ = _bounded(matrix, decay, forgetting)
+    later = decay * bounded
+    weight = importance / later
+    projection = _times(matrix, key)
+    inner = _dot(key, projection)
+    denominator = 1 + weight * inner
+    share = weight / denominator
+
+    seen = _times(matrix_bar, projection)
+    share_bar = -_dot(projection, seen)
+    denominator_bar = -share_bar * weight / denominator**2
+    weight_bar = record_bar.weight + share_bar / denominator + denominator_bar * inner
+    slope = (denominator_bar * weight)[..., None]
+    projection_bar = slope * key - 2 * share[..., None] * seen
+    key_bar = record_bar.key + slope * projection + _times(matrix, projection_bar)
+
+    decay_bar = decay_bar - weight_bar * weight / later
+    bounded_bar = decay_bar * decay
+    raised = bound > forgetting
+    bound_bar = jnp.where(raised & (bound < 1.0), bounded_bar, 0.0)
+    limit = 2.0**-13 / jnp.finfo(matrix.dtype).eps
+    diagonal_bar = bound_bar / (limit * decay * matrix.shape[-1])
+    earlier_bar = decay_bar * bounded - bound_bar * bound / decay
+    forgetting_bar = jnp.where(raised, 0.0, bounded_bar)
+    return projection_bar, diagonal_bar, earlier_bar, key_bar, weight_bar / later, forgetting_bar
+
+  covariance, key, *rest = kept
+  covariance_bar, record_bar = gradients
+  projection_bar, diagonal_bar, earlier_bar, *others = _apart(
+    vectors,
+    covariance_bar.matrix,
+    covariance_bar.decay,
+    record_bar,
+    covariance.matrix,
+    covariance.decay,
+    key,
+    *rest,
+  )
+  matrix_bar = covariance_bar.matrix + _symmetric_outer(projection_bar, key)
+  matrix_bar = matrix_bar + _times_identity(diagonal_bar, key.shape[-1])
+  return Covariance(matrix_bar, earlier_bar), *others
+
+
+_write.defvjp(_write_forward, _write_backward)
