@@ -2,9 +2,9 @@
 
 libtpu writes it as text (`*final_bundles.txt`, see `hlo.schedule`).  A line is one bundle:
 
-    0x2e   : >>> { %v175_v4 = vadd.f32 1.0, %v174_v3  ;;  %170 = sbr.rel (!%p168_p4) target = $region85 }
+    0x2e   : >> { %v4_v1 = vadd.f32 1.0, %v3_v2  ;;  %170 = sbr.rel (!%p8_p4) target = $region85 }
 
-Values are named twice, once as single assignments and once by register: `%p168_p4`.  Where paths
+Values are named twice, once as single assignments and once by register: `%p8_p4`.  Where paths
 meet, `sphi` names those that one register holds.  Regions begin where a comment says so,
 but for one at the end, which is marked PF.
 """

@@ -2,9 +2,9 @@
 
 A core's scalar unit counts loops, takes branches and starts transfers.  Little of it has to be
 followed for that: what branches and transfers depend on.  Everything else, vectors above all, is
-unknown, and so is what the kernel loads from memory.  A branch forward on something unknown is taken
-as not skipping anything, and what lies in between is counted apart.  A branch back on something
-unknown is an error, as the number of rounds of that loop cannot be told.
+unknown, and so is what the kernel loads from memory.  A branch forward on something unknown is
+taken as not skipping anything, and what lies in between is counted apart.  A branch back on
+something unknown is an error, as the number of rounds of that loop cannot be told.
 """
 
 import re
@@ -140,7 +140,8 @@ class _Run:
     start, unsure_until = 0, 0
     for _ in range(_MOST_BLOCKS):
       end, branch = self._blocks[start]
-      sure = start >= unsure_until
+      if sure := start >= unsure_until:
+        unsure_until = 0
       runs[sure][start] += 1
       taken = False
       for number in range(start, end):
@@ -210,8 +211,8 @@ class _Run:
     return name, lambda sure: _select(condition(), compute(), otherwise())
 
   def _getter(self, operand):
-    if re.fullmatch(r"-?\d+", operand):
-      value = int(operand) % _WORD
+    if re.fullmatch(r"-?\d+|0x[0-9a-f]+", operand):
+      value = int(operand, 0) % _WORD
       return lambda: value
     if operand.startswith("!"):
       inner = self._getter(operand[1:])

@@ -60,6 +60,7 @@ def test_what_hangs_on_data_counts_by_its_share():
   counts = follow(parse_schedule(text))
   assert counts.bundles[0x25] == 0
   assert counts.conditional[0x25] == 14
+  assert counts.bundles[0x7] == counts.bundles[0x44] == 14
   whole, half = (kernel_cost(text, UTILIZATION, conditional_share=share) for share in (1, 0.5))
   assert whole.conditional == 2 * half.conditional > 0
   assert whole.bundles - half.bundles == half.conditional
