@@ -4,13 +4,14 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 from jaxtyping import Array, Float
 
 from ldm_jax.errors import InputError
 from ldm_jax.ops.attention.plain import plain_attention
 from ldm_jax.ops.attention.splash import LANES, splash_attention
-from ldm_jax.sharding import MESH_AXES, RULES
+from ldm_jax.ops.program import is_own_mesh, mesh_refusal, program_of
+from ldm_jax.sharding import RULES
 from ldm_jax.typing import Dtype, TokensBT
 
 _ONE_PASS = (None, "default", "fastest", "bfloat16")
@@ -53,12 +54,7 @@ def attention(
     raise ValueError(f"unknown form of attention {form!r}; known are auto, plain, splash")
   if form == "plain":
     return plain_attention(q_BTHC, k_BTJC, v_BTJC, segment_ids_BT)
-  # A program can be compiled for a TPU topology on a machine that has none, so the default backend
-  # counts only where neither the mesh that is set nor that of the arrays knows its devices.
-  context, own = jax.sharding.get_abstract_mesh(), jax.typeof(q_BTHC).sharding.mesh
-  mesh = own if context.empty else context
-  device = mesh.abstract_device or own.abstract_device
-  platform = "tpu" if interpret else device.platform if device else jax.default_backend()
+  mesh, platform = program_of(q_BTHC, interpret=interpret)
   case = (q_BTHC.shape, k_BTJC.shape[2], q_BTHC.dtype, mesh, platform)
   if form == "splash":
     check_splash(*case)
@@ -105,12 +101,9 @@ def splash_refusal(
       f"it has no products of {jnp.dtype(dtype).name} arrays at jax_default_matmul_precision = "
       f"{precision}; leave that unset"
     )
-  ours = mesh.axis_names == MESH_AXES and set(mesh.axis_types) == {AxisType.Auto}
-  if mesh.size > 1 and not ours and set(mesh.axis_types) != {AxisType.Manual}:
-    return (
-      f"arrays are split over a mesh of axes {mesh.axis_names} that it knows nothing of; call the "
-      "model under jax.set_mesh(ldm_jax.sharding.make_mesh(...)) or inside shard_map"
-    )
+  refusal = mesh_refusal(mesh)
+  if refusal is not None:
+    return refusal
   batch, length, heads, _ = shape
   sizes = {
     "data.batch_size": (batch, "batch", 1),
@@ -119,7 +112,7 @@ def splash_refusal(
     "model.kv_heads": (kv_heads, "kv_heads", 1),
   }
   for setting, (size, axis, unit) in sizes.items():
-    axes = RULES[axis] if ours else ()
+    axes = RULES[axis] if is_own_mesh(mesh) else ()
     if size % (unit * math.prod(mesh.shape[name] for name in axes)):
       names = " x ".join(([str(unit)] if unit > 1 else []) + [f"mesh.{name}" for name in axes])
       return f"{setting} = {size} is not a multiple of {names}; change one of them"

@@ -1,0 +1,25 @@
+"""Operations on planes: arrays [B, D, T] whose tokens are last, so that they fill a TPU's lanes.
+
+The width D is G contiguous groups of rows.  A number for each group and token, [B, G, T], is then
+one row that stands for a group's many: coefficients are cheap where they meet planes.
+
+out = weighted_sums(planes, weights_OPBGT, base)     # out_o = base_o + sum_p weights[o, p] plane_p
+prod_OPBGT = group_products(left, right, groups)     # by group, left_o . right_p
+outs = tokenwise(body, [k_KBGT, w_BGT])              # fused elementwise functions of such numbers
+y_BRT, squares_B1T = thin_product(x_BDT, w_RD)       # w x and |x|^2 in one pass over x
+"""
+
+from ldm_jax.ops.planes.api import group_products, weighted_sums
+from ldm_jax.ops.planes.forms import planes_refusal, tokenwise_refusal
+from ldm_jax.ops.planes.thin import thin_product, thin_product_gradients
+from ldm_jax.ops.planes.tokenwise import tokenwise
+
+__all__ = [
+  "group_products",
+  "planes_refusal",
+  "thin_product",
+  "thin_product_gradients",
+  "tokenwise",
+  "tokenwise_refusal",
+  "weighted_sums",
+]
