@@ -89,7 +89,7 @@ def kernels(program: Program) -> Counter[str]:
   """Names of the hand-written kernels (Pallas) of a step, and how often each runs."""
   found = Counter()
   for instruction, _, runs in executed(program):
-    if _is_kernel(instruction):
+    if is_kernel(instruction):
       found[instruction.name.split(".")[0]] += runs
   return found
 
@@ -106,14 +106,15 @@ def attention_kernel_flops(program: Program) -> int:
   total = 0
   for instruction, computation, runs in executed(program):
     which = re.match(r"splash_m[hq]a_(fwd|dq|dkv)_", instruction.name)
-    if which and _is_kernel(instruction):
+    if which and is_kernel(instruction):
       arrays = [array for name in instruction.operands for array in computation[name].arrays]
       q, k = [a for a in arrays if len(a.shape) > 2 and a.dtype in ("bf16", "f32")][:2]
       total += runs * products[which[1]] * math.prod(q.shape) * k.shape[-2]
   return total
 
 
-def _is_kernel(instruction):
+def is_kernel(instruction: Instruction) -> bool:
+  """Whether an instruction is a hand-written kernel (Pallas)."""
   target = 'custom_call_target="tpu_custom_call"'
   return instruction.opcode == "custom-call" and target in instruction.attributes
 
