@@ -68,6 +68,10 @@ class MixerConfig:
   """Whether the embedding is the memory's first record; False starts from an empty memory."""
   write_every: int = 1
   """Sublayers per write; 2 writes the sum of a block's two outputs once (ablation)."""
+  form: Literal["auto", "reference", "state", "chunked", "history", "kernel"] = "auto"
+  """How the memory is computed; the numbers are the same, see the README. auto goes by cost."""
+  chunk: int | None = None
+  """The most writes that the forms chunked and kernel put off; None leaves it to the cost rule."""
   block_size: int = 6
   """Sublayers summed into one source (kind attnres); 1 keeps every output, the full form."""
   streams: int = 4
