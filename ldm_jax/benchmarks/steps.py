@@ -24,6 +24,7 @@ import numpy as np
 from ldm_jax.command_line import CONFIGS, run_command
 from ldm_jax.config import Config, MixerConfig, load_config, with_mixer, with_section
 from ldm_jax.data.packing import Batch
+from ldm_jax.environment import check_platform
 from ldm_jax.errors import InputError
 from ldm_jax.sharding import make_mesh
 from ldm_jax.training.step import compile_train_step, init_state, put_batch
@@ -37,6 +38,7 @@ def main() -> int:
   arguments = _parse()
   if arguments.rounds < 1:
     raise InputError(f"--rounds must be at least 1, got {arguments.rounds}")
+  check_platform()
   timers = {name: StepTimer(config) for name, config in _configs(arguments).items()}
   for _ in range(arguments.rounds):
     for timer in timers.values():
