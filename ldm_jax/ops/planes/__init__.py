@@ -10,7 +10,7 @@ y_BRT, squares_B1T = thin_product(x_BDT, w_RD)       # w x and |x|^2 in one pass
 """
 
 from ldm_jax.ops.planes.api import group_products, weighted_sums
-from ldm_jax.ops.planes.forms import planes_refusal, tokenwise_refusal
+from ldm_jax.ops.planes.forms import planes_refusal, thin_refusal, tokenwise_refusal
 from ldm_jax.ops.planes.thin import thin_product, thin_product_gradients
 from ldm_jax.ops.planes.tokenwise import tokenwise
 
@@ -19,6 +19,7 @@ __all__ = [
   "planes_refusal",
   "thin_product",
   "thin_product_gradients",
+  "thin_refusal",
   "tokenwise",
   "tokenwise_refusal",
   "weighted_sums",

@@ -37,7 +37,7 @@ def weighted_sums(
 
   Args:
     planes: P arrays, float32 or bfloat16, not necessarily the same.
-    weights_OPBGT: float32.
+    weights_OPBGT: taken in float32.
     base: O arrays of a plane's shape, of which some may be None; None is none.
     dtype: of the outputs; that of the first plane by default.
     form: "kernel" is a Pallas kernel for TPUs that reads every plane once; "plain" is ordinary jnp;
@@ -61,6 +61,7 @@ def weighted_sums(
     )
   bases = [x for x in base if x is not None]
   choice = _choose(form, (*planes, *bases), groups, dtypes, interpret)
+  weights_OPBGT = weights_OPBGT.astype(jnp.float32)
   return _weighted_sums((choice, dtypes, False), tuple(planes), weights_OPBGT, base)
 
 

@@ -15,7 +15,7 @@ LANES = 128  # of a TPU register
 # Bytes of a kernel's blocks, each held twice, so that one is moved while the other is used.  A
 # grid step then moves about 6 MiB, in 5 to 8 us, beside which its fixed cost of 0.35 us is small.
 BLOCK_BYTES = 12 * 2**20
-VMEM_LIMIT = 32 * 2**20  # blocks and what the compiler spills; v5e, v5p and v6e have 64 or more
+VMEM_LIMIT = 32 * 2**20  # blocks and what the compiler spills, of the 64 MiB or more since v5e
 
 
 class Blocks(NamedTuple):

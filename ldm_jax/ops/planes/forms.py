@@ -47,12 +47,10 @@ def planes_refusal(
     mesh: that the program is compiled for; empty if there is none.
     platform: that the program is compiled for, such as "tpu".
   """
-  refusal = _common_refusal(shape, groups, mesh, platform)
+  refusal = _refusal({"batch": shape[0], "groups": groups, "sequence": shape[2]}, mesh, platform)
+  refusal = refusal or _dtype_refusal(dtypes)
   if refusal is not None:
     return refusal
-  names = {jnp.dtype(dtype).name for dtype in dtypes}
-  if not names <= {"float32", "bfloat16"}:
-    return f"planes are {', '.join(sorted(names))}; make them float32 or bfloat16"
   unit = row_unit(dtypes)
   if shape[1] % groups or shape[1] // groups % unit:
     return (
@@ -62,27 +60,58 @@ def planes_refusal(
   return None
 
 
+def thin_refusal(
+  shape: tuple[int, int, int], dtypes: Sequence[Dtype], mesh: AbstractMesh, platform: str
+) -> str | None:
+  """As `planes_refusal` for `thin_product`, which knows no groups.
+
+  The width that a device has must be a multiple of 8 (float32 only) or 16.
+  """
+  refusal = _refusal({"batch": shape[0], "sequence": shape[2]}, mesh, platform)
+  refusal = refusal or _dtype_refusal(dtypes)
+  if refusal is not None:
+    return refusal
+  parts = _parts("activation_embed", mesh)
+  if shape[1] % (parts * row_unit(dtypes)):
+    return (
+      f"the width {shape[1]} on {parts} devices is not a multiple of {row_unit(dtypes)}, the rows "
+      "of a register tile, on each; change the width or mesh.tensor"
+    )
+  return None
+
+
 def tokenwise_refusal(shape: tuple[int, int, int], mesh: AbstractMesh, platform: str) -> str | None:
-  """As `planes_refusal` for `tokenwise`, whose arrays are of shape [..., B, G, T]; `shape` ends so.
+  """As `planes_refusal` for `tokenwise`, whose arrays are [..., B, G, T]; `shape` is (B, G, T).
 
   Any number of groups will do that the mesh splits evenly.
   """
-  return _common_refusal(shape, shape[1], mesh, platform)
+  sizes = {"batch": shape[0], "groups": shape[1], "sequence": shape[2]}
+  return _refusal(sizes, mesh, platform)
 
 
-def _common_refusal(shape, groups, mesh, platform):
+def _refusal(sizes, mesh, platform):
   if platform != "tpu":
     return f"it needs a TPU and the program is for {platform}; use a TPU"
   refusal = mesh_refusal(mesh)
   if refusal is not None:
     return refusal
-  sizes = {"batch": shape[0], "groups": groups, "sequence": shape[2]}
   for axis, size in sizes.items():
-    axes = RULES[axis] if is_own_mesh(mesh) else ()
-    if size % math.prod(mesh.shape[name] for name in axes):
-      names = " x ".join(f"mesh.{name}" for name in axes)
+    if size % _parts(axis, mesh):
+      names = " x ".join(f"mesh.{name}" for name in RULES[axis])
       return f"{axis} = {size} is not a multiple of {names}; change one of them"
   return None
+
+
+def _parts(axis, mesh):
+  """Devices that a mesh splits a logical axis over; inside `shard_map` it is split already."""
+  return math.prod(mesh.shape[name] for name in RULES[axis]) if is_own_mesh(mesh) else 1
+
+
+def _dtype_refusal(dtypes):
+  names = {jnp.dtype(dtype).name for dtype in dtypes}
+  if names <= {"float32", "bfloat16"}:
+    return None
+  return f"planes are {', '.join(sorted(names))}; make them float32 or bfloat16"
 
 
 def takes_kernel(form: str, refuse: Callable, x: jax.Array, interpret: bool) -> bool:

@@ -83,8 +83,8 @@ def _sums_kernel(count, based, blocks, unit, transposed, weights, *refs):
   lanes = min(blocks.tokens, LANES)
   first = pl.program_id(2) * blocks.groups
 
-  def chunk(g, lane, r):
-    at = (0, aligned(g * (blocks.rows // rows) + r, rows), lane)
+  def chunk(g, strip, r):
+    at = (0, aligned(g * (blocks.rows // rows) + r, rows), pl.ds(strip, lanes))
     for start in range(0, len(outs), held):
       these = range(start, min(start + held, len(outs)))
       sums = [None if bases[o] is None else bases[o][at].astype(jnp.float32) for o in these]
@@ -92,20 +92,16 @@ def _sums_kernel(count, based, blocks, unit, transposed, weights, *refs):
         x = plane[at].astype(jnp.float32)
         for i, o in enumerate(these):
           pair = (p, o) if transposed else (o, p)
-          term = (
-            weights[*pair, 0, pl.ds(first + g, 1), :][:, lane.start : lane.start + lane.size] * x
-          )
+          # A row is loaded whole, as a load of one row is not to start at any lane.
+          row = weights[*pair, 0, pl.ds(first + g, 1), :]
+          term = row[:, strip : strip + lanes] * x
           sums[i] = term if sums[i] is None else sums[i] + term
       for i, o in enumerate(these):
         outs[o][at] = sums[i].astype(outs[o].dtype)
 
   def group(g):
-    def strip(t):
-      lane = aligned(t, lanes)
-      each(blocks.rows // rows, lambda r: chunk(g, lane, r))
-
-    for t in range(blocks.tokens // lanes):  # unrolled, as a row's lanes are sliced
-      strip(t)
+    for strip in range(0, blocks.tokens, lanes):
+      each(blocks.rows // rows, functools.partial(chunk, g, strip))
 
   each(blocks.groups, group)
 
@@ -175,7 +171,7 @@ def _products_kernel(outputs, count, blocks, unit, *refs):
         lefts = range(o, min(o + held_left, outputs))
         rights = range(p, min(p + held_right, count))
         totals = [pairs(g, strip, lefts, rights) for strip in strips]
-        # A row is stored whole, as a store at a row is not to start at any lane.
+        # Stored whole, for the same reason.
         for (q, i), parts in zip(
           itertools.product(rights, lefts), zip(*totals, strict=True), strict=True
         ):

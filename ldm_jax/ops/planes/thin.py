@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Float
 
 from ldm_jax.ops.planes import plain, thin_kernel
-from ldm_jax.ops.planes.forms import PLANE, Choice, on_each_device, planes_refusal, takes_kernel
+from ldm_jax.ops.planes.forms import PLANE, Choice, on_each_device, takes_kernel, thin_refusal
 
 _MATRIX = (None, "activation_embed")
 _THIN = ("batch", None, "sequence")
@@ -29,7 +29,7 @@ def thin_product(
     x_BDT: float32 or bfloat16, the dtype in which operands of the products are taken; sums are
       float32, and products of float32 are exact.
     w_RD: some 64 to 160 rows.
-    form: see `weighted_sums`.
+    form: as in `weighted_sums`; "auto" goes by `thin_refusal`.
     interpret: see `weighted_sums`.
 
   Returns:
@@ -77,7 +77,7 @@ def thin_product_gradients(
 
 
 def _choose(form, x, interpret):
-  refuse = functools.partial(planes_refusal, x.shape, 1, (x.dtype,))
+  refuse = functools.partial(thin_refusal, x.shape, (x.dtype,))
   return Choice(takes_kernel(form, refuse, x, interpret), interpret)
 
 

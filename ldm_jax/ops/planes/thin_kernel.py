@@ -21,6 +21,7 @@ from ldm_jax.ops.planes.plain import precision
 
 _CHUNK = 256  # rows of a plane that are multiplied at a time
 _GRADIENT_ROWS = 1024
+_GRADIENT_CHUNK = 256
 
 
 def thin_product(
@@ -90,24 +91,32 @@ def thin_product_gradients(
   grid = (width // d, batch, -(-tokens // size))
   ragged = tokens % size != 0
 
+  chunk = _divisor(d, row_unit(dtypes), _GRADIENT_CHUNK)
+
   def kernel(w, y_bar, squares_bar, *refs):
     x, x_bar, w_bar = refs[0], refs[-2], refs[-1]
-    x_block, y_block = x[0], y_bar[0]
-    total = 2 * squares_bar[0] * x_block.astype(jnp.float32)
-    total += _dot(w[...], y_block, ((1,), (0,)))
-    if incoming_BDT is not None:
-      total += refs[1][0].astype(jnp.float32)
-    x_bar[0] = total.astype(x_bar.dtype)
+    y_block = y_real = y_bar[0]
     if ragged:  # what lies beyond the last token is anything
       lane = jax.lax.broadcasted_iota(jnp.int32, (1, size), 1)
       real = pl.program_id(2) * size + lane < tokens
-      x_block, y_block = (jnp.where(real, v, jnp.zeros_like(v)) for v in (x_block, y_block))
+      y_real = jnp.where(real, y_block, jnp.zeros_like(y_block))
 
     @pl.when((pl.program_id(1) == 0) & (pl.program_id(2) == 0))
     def _():
       w_bar[...] = jnp.zeros_like(w_bar)
 
-    w_bar[...] += _dot(x_block, y_block, ((1,), (1,)))
+    def step(i):
+      at = aligned(i, chunk)
+      x_block = x[0, at]
+      total = 2 * squares_bar[0] * x_block.astype(jnp.float32)
+      total += _dot(w[at], y_block, ((1,), (0,)))
+      if incoming_BDT is not None:
+        total += refs[1][0, at].astype(jnp.float32)
+      x_bar[0, at] = total.astype(x_bar.dtype)
+      x_real = jnp.where(real, x_block, jnp.zeros_like(x_block)) if ragged else x_block
+      w_bar[at] += _dot(x_real, y_real, ((1,), (1,)))
+
+    each(d // chunk, step)
 
   def spec(rows, index):
     return pl.BlockSpec((1, rows, size), index)
