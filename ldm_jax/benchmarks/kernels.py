@@ -123,10 +123,15 @@ def kernel_grids(jaxpr: core.Jaxpr) -> dict[str, tuple[int, ...]]:
     if equation.primitive.name == "pallas_call":
       found[str(equation.params["name"])] = tuple(equation.params["grid_mapping"].grid)
       continue
-    for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-      if _is_jaxpr(inner):
-        found.update(kernel_grids(getattr(inner, "jaxpr", inner)))
+    for inner in inner_jaxprs(equation):
+      found.update(kernel_grids(inner))
   return found
+
+
+def inner_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
+  """The functions that an equation calls."""
+  values = jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
+  return [getattr(value, "jaxpr", value) for value in values if _is_jaxpr(value)]
 
 
 def _is_jaxpr(value):
