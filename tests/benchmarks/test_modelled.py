@@ -27,7 +27,7 @@ ENTRY %main (x: bf16[256,512], w: bf16[512,128]) -> bf16[256,128] {
   %x = bf16[256,512] parameter(0)
   %w = bf16[512,128] parameter(1)
   %fold.3 = bf16[256,512] custom-call(%x), custom_call_target="tpu_custom_call"
-  %start = (bf16[256,512]{1,0:S(1)}, bf16[256,512], u32[]) copy-start(%fold.3), "estimated_cycles":"7"
+  %start = (bf16[256,512]{1,0:S(1)}, bf16[256,512], u32[]) copy-start(%fold.3)
   %done = bf16[256,512]{1,0:S(1)} copy-done(%start)
   %near = bf16[512,128]{1,0:S(1)} negate(%w), backend_config={"estimated_cycles":"3000"}
   ROOT %far = bf16[256,128]{1,0:S(1)} fusion(%done, %near), calls=%product
