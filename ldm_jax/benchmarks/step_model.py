@@ -191,6 +191,7 @@ def _cost_alone(equation, mesh, chip, dump):
     program = parse(call.lower(*arguments).compile().as_text())
   (name,) = (i.name for i, _, _ in executed(program) if is_kernel(i))
   # Splash attention skips blocks above the diagonal; what other kernels do hangs on no data.
-  share = causal_share(TOKENS) if name.startswith("splash") else 1.0
+  splash = str(equation.params["name"]).startswith("splash")
+  share = causal_share(TOKENS) if splash else 1.0
   cost = dump.read().cost(name, chip, share)
   return cost.seconds(chip), cost.bytes
