@@ -32,6 +32,8 @@ class Chip(NamedTuple):
     large (libtpu 0.0.42); the rest is the system's.
   hbm_rate: bytes/s between memory and cores.
   flops: dense bfloat16 peak, FLOP/s.
+  clock: cycles/s of a core, None where it is not known.  It follows from the peak: four arrays of
+    128 x 128 multiply-adds a core, 131,072 FLOP a cycle.
   ici_rate: bytes/s that a chip receives over all its links to other chips.
   slices: shapes of the slices that are rented out; with three axes any multiples of 4 as well.
   largest: chips in the largest slice.
@@ -45,6 +47,7 @@ class Chip(NamedTuple):
   usable_bytes: float
   hbm_rate: float
   flops: float
+  clock: float | None
   ici_rate: float
   slices: tuple[str, ...]
   largest: int
@@ -53,9 +56,12 @@ class Chip(NamedTuple):
 _FLAT = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4")
 
+_FOUR_SMALL_ARRAYS = ("v4", "v5e", "v5p")
+
 
 def _chip(name, kinds, cores, hbm, usable, rate, teraflops, ici, slices, largest, devices=1):
-  sizes = (hbm * _GIB, usable * _GIB, rate * 1e9, teraflops * 1e12, ici * 1e9)
+  clock = teraflops * 1e12 / (cores * 4 * 2 * 128**2) if name in _FOUR_SMALL_ARRAYS else None
+  sizes = (hbm * _GIB, usable * _GIB, rate * 1e9, teraflops * 1e12, clock, ici * 1e9)
   return Chip(name, kinds, cores, devices, *sizes, slices, largest)
 
 

@@ -1,28 +1,36 @@
-"""Step time of configs against a baseline, measured on this machine.
+"""Step time of mixers, forms and configs against a baseline, measured on this machine.
 
     python -m ldm_jax.benchmarks.steps
+    python -m ldm_jax.benchmarks.steps --mixers ldm --forms reference state chunked history
+    python -m ldm_jax.benchmarks.steps --blocks 12 --width 256
     python -m ldm_jax.benchmarks.steps --config configs/ldm_tiny.py --baseline configs/preln_tiny.py
 
 All train steps are compiled as `train.py` compiles them and run in turn in one process, so that
-whatever else the machine does falls on all alike.  A ratio is that of the medians.
+whatever else the machine does falls on all alike.  A ratio is that of the medians.  --mixers put
+another mixer into the baseline, --config are whole files; without either, all mixers are measured.
 """
 
 import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import jax
 import numpy as np
 
 from ldm_jax.command_line import CONFIGS, run_command
-from ldm_jax.config import Config, load_config
+from ldm_jax.config import Config, MixerConfig, load_config, with_mixer, with_section
 from ldm_jax.data.packing import Batch
+from ldm_jax.environment import check_platform
 from ldm_jax.errors import InputError
 from ldm_jax.sharding import make_mesh
 from ldm_jax.training.step import compile_train_step, init_state, put_batch
+
+_HINTS = get_type_hints(MixerConfig)
+_KINDS, _FORMS = get_args(_HINTS["kind"]), get_args(_HINTS["form"])
 
 
 def main() -> int:
@@ -30,12 +38,8 @@ def main() -> int:
   arguments = _parse()
   if arguments.rounds < 1:
     raise InputError(f"--rounds must be at least 1, got {arguments.rounds}")
-  paths = (arguments.baseline, *arguments.config)
-  if len({path.stem for path in paths}) < len(paths):
-    raise InputError(
-      "--config and --baseline give two files of the same name; choose ones with names of their own"
-    )
-  timers = {path.stem: StepTimer(load_config(path)) for path in paths}
+  check_platform()
+  timers = {name: StepTimer(config) for name, config in _configs(arguments).items()}
   for _ in range(arguments.rounds):
     for timer in timers.values():
       timer.measure()
@@ -49,6 +53,45 @@ def main() -> int:
   }
   print(json.dumps(result) if arguments.json else _table(result))
   return 0
+
+
+def _configs(arguments) -> Mapping[str, Config]:
+  """What to measure by name, the baseline first."""
+  paths = (arguments.baseline, *arguments.config)
+  if len({path.stem for path in paths}) < len(paths):
+    raise InputError(
+      "--config and --baseline give two files of the same name; choose ones with names of their own"
+    )
+  configs = {path.stem: resized(load_config(path), arguments) for path in paths}
+  baseline = configs[arguments.baseline.stem]
+  mixers = arguments.mixers
+  if mixers is None:
+    others = [kind for kind in _KINDS if kind != baseline.model.mixer.kind]
+    mixers = [] if arguments.config else others
+  if arguments.forms != ["auto"] and "ldm" not in mixers:
+    raise InputError("--forms are of the mixer ldm; add --mixers ldm")
+  for kind in mixers:
+    for form in arguments.forms if kind == "ldm" else ["auto"]:
+      name = kind if form == "auto" else f"{kind} {form}"
+      configs[name] = with_mixer(baseline, kind=kind, form=form).validate()
+  return configs
+
+
+def resized(config: Config, arguments: argparse.Namespace) -> Config:
+  """The same run with `blocks` and `width` of the arguments, where they are given.
+
+  The MLP grows with the width.
+
+  Raises:
+    InputError: if another setting does not fit them.
+  """
+  model, changes = config.model, {}
+  if arguments.blocks is not None:
+    changes["blocks"] = arguments.blocks
+  if arguments.width is not None:
+    mlp_width = model.mlp_width * arguments.width // model.width
+    changes |= {"width": arguments.width, "mlp_width": mlp_width}
+  return with_section(config, "model", **changes).validate()
 
 
 class StepTimer:
@@ -104,7 +147,7 @@ def _table(result):
   for name, seconds in result["seconds"].items():
     megabytes = result["temporary_bytes"][name] / 2**20
     lines.append(
-      f"  {name:<14} {seconds * 1e3:8.1f} ms   {megabytes:8.1f} MiB temporary   "
+      f"  {name:<16} {seconds * 1e3:8.1f} ms   {megabytes:8.1f} MiB temporary   "
       f"ratio {result['ratios'][name]:.2f}"
     )
   return "\n".join(lines)
@@ -112,12 +155,15 @@ def _table(result):
 
 def _parse():
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-  parser.add_argument(
-    "--config", type=Path, nargs="+", default=[CONFIGS / "ldm_tiny.py"], help="one file or more"
-  )
-  parser.add_argument("--baseline", type=Path, default=CONFIGS / "preln_tiny.py")
-  parser.add_argument("--rounds", type=int, default=20, help="timed steps of each (default 20)")
-  parser.add_argument("--json", action="store_true", help="print one JSON object")
+  add = parser.add_argument
+  add("--config", type=Path, nargs="+", default=[], help="files to measure")
+  add("--baseline", type=Path, default=CONFIGS / "preln_tiny.py")
+  add("--mixers", nargs="+", choices=_KINDS, help="to put into the baseline (default: all others)")
+  add("--forms", nargs="+", choices=_FORMS, default=["auto"], help="of ldm (default auto)")
+  add("--blocks", type=int, help="instead of those of the configs")
+  add("--width", type=int, help="instead of that of the configs; the MLP grows with it")
+  add("--rounds", type=int, default=20, help="timed steps of each (default 20)")
+  add("--json", action="store_true", help="print one JSON object")
   return parser.parse_args()
 
 

@@ -7,6 +7,7 @@ chip like the main memory.  Here loops count as often as they run, and only the 
 import math
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ldm_jax.hlo.collectives import collectives
@@ -38,14 +39,11 @@ def product_flops(program: Program) -> int:
 
   Products inside kernels (`custom-call`) are not seen, see `attention_kernel_flops`.
   """
-  total = 0
-  for name, computation in program.computations.items():
-    for instruction in computation.values() if program.runs[name] else ():
-      if instruction.opcode in ("convolution", "dot"):
-        shapes = [computation[operand].arrays[0].shape for operand in instruction.operands[:2]]
-        count = _convolution if instruction.opcode == "convolution" else _dot
-        total += 2 * program.runs[name] * count(instruction, *shapes)
-  return total
+  return sum(
+    program.runs[name] * _product(instruction, computation)
+    for name, computation in program.computations.items()
+    for instruction in (computation.values() if program.runs[name] else ())
+  )
 
 
 def _dot(instruction, left, right):
@@ -89,7 +87,7 @@ def kernels(program: Program) -> Counter[str]:
   """Names of the hand-written kernels (Pallas) of a step, and how often each runs."""
   found = Counter()
   for instruction, _, runs in executed(program):
-    if _is_kernel(instruction):
+    if is_kernel(instruction):
       found[instruction.name.split(".")[0]] += runs
   return found
 
@@ -106,14 +104,15 @@ def attention_kernel_flops(program: Program) -> int:
   total = 0
   for instruction, computation, runs in executed(program):
     which = re.match(r"splash_m[hq]a_(fwd|dq|dkv)_", instruction.name)
-    if which and _is_kernel(instruction):
+    if which and is_kernel(instruction):
       arrays = [array for name in instruction.operands for array in computation[name].arrays]
       q, k = [a for a in arrays if len(a.shape) > 2 and a.dtype in ("bf16", "f32")][:2]
       total += runs * products[which[1]] * math.prod(q.shape) * k.shape[-2]
   return total
 
 
-def _is_kernel(instruction):
+def is_kernel(instruction: Instruction) -> bool:
+  """Whether an instruction is a hand-written kernel (Pallas)."""
   target = 'custom_call_target="tpu_custom_call"'
   return instruction.opcode == "custom-call" and target in instruction.attributes
 
@@ -127,11 +126,38 @@ def hbm_bytes(program: Program) -> int:
   """
   total = 0
   for instruction, computation, runs in executed(program):
-    if instruction.opcode not in _FREE and not instruction.opcode.endswith("-done"):
-      total += runs * _moved(program, instruction, computation)
+    total += runs * instruction_bytes(program, instruction, computation)
   for exchange in collectives(program):
     total += round(exchange.runs * exchange.bytes * (1 + 1 / exchange.group_size))
   return total
+
+
+def instruction_bytes(
+  program: Program, instruction: Instruction, computation: Mapping[str, Instruction]
+) -> int:
+  """What one run of an instruction of a computation moves, see `hbm_bytes`; exchanges nothing."""
+  if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
+    return 0
+  return _moved(program, instruction, computation)
+
+
+def instruction_flops(program: Program, instruction: Instruction) -> int:
+  """FLOPs of the matrix products inside a fusion, once."""
+  called = re.search(r"calls=%?([\w.-]+)", instruction.attributes)
+  if instruction.opcode != "fusion" or called is None:
+    return 0
+  inside = program.computations[called[1]]
+  own = sum(_product(one, inside) for one in inside.values())
+  return own + sum(instruction_flops(program, one) for one in inside.values())
+
+
+def _product(instruction, computation):
+  """FLOPs of an instruction if it is a matrix product."""
+  if instruction.opcode not in ("convolution", "dot"):
+    return 0
+  shapes = [computation[operand].arrays[0].shape for operand in instruction.operands[:2]]
+  count = _convolution if instruction.opcode == "convolution" else _dot
+  return 2 * count(instruction, *shapes)
 
 
 def _is_exchange(instruction):

@@ -236,8 +236,10 @@ def _step(computations, computation, name):
 def estimated_cycles(program: Program | str) -> int:
   """Sum of the compiler's own estimates over a step, loops included; kernels have none."""
   program = parse(program) if isinstance(program, str) else program
-  total = 0
-  for instruction, _, runs in executed(program):
-    if match := re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes):
-      total += int(match[1]) * runs
-  return total
+  return sum(runs * instruction_cycles(one) for one, _, runs in executed(program))
+
+
+def instruction_cycles(instruction: Instruction) -> int:
+  """The compiler's own estimate of one run of an instruction, 0 if it has none."""
+  match = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
+  return int(match[1]) if match else 0

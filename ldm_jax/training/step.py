@@ -206,6 +206,15 @@ def put_batch(
   return jax.tree.map(put, batch)
 
 
+def abstract_batch(config: Config, mesh: Mesh) -> Batch:
+  """Shapes, dtypes and shardings of a batch."""
+  shape = (config.data.batch_size, config.data.sequence_length)
+  sharding = _batch_sharding(mesh)
+  ids = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+  mask = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=sharding)
+  return Batch(**dict.fromkeys(Batch._fields, ids))._replace(loss_mask=mask)
+
+
 def compile_train_step(config: Config, state: TrainState, batch: Batch) -> jax.stages.Compiled:
   """Compiles the step ahead of time: one program, the state donated, shapes and shardings fixed."""
   shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -226,18 +235,8 @@ def compile_train_step_for(config: Config, mesh: Mesh) -> jax.stages.Compiled:
     InputError: if the mesh cannot split the config's sizes.
   """
   check_divisible(config, mesh)
-  data = config.data
-  sharding = _batch_sharding(mesh)
-
-  def rows(dtype):
-    shape = (data.batch_size, data.sequence_length)
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-  batch = Batch(**{name: rows(jnp.int32) for name in Batch._fields})._replace(
-    loss_mask=rows(jnp.bool_)
-  )
   with jax.set_mesh(mesh):
-    return compile_train_step(config, abstract_state(config, mesh), batch)
+    return compile_train_step(config, abstract_state(config, mesh), abstract_batch(config, mesh))
 
 
 def make_eval_step(config: Config) -> Callable[[PyTree, Batch], LossSums]:
