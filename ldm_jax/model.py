@@ -5,30 +5,26 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Key
 
 from ldm_jax.config import Config, ModelConfig
 from ldm_jax.layers import Attention, Embedder, SwiGLU, dropout, rms_norm
 from ldm_jax.mixers import make_mixer
+from ldm_jax.mixers.base import KEPT
 from ldm_jax.ops.attention import SPLASH_RESIDUALS, check_splash, splash_refusal
 from ldm_jax.sharding import check_divisible
 from ldm_jax.typing import Dtype, PyTree, TokensBT
 
-_OUTPUT = "sublayer_output"
 
-
-def _remat_policy(remat, mixer):
+def _remat_policy(remat):
   policies = jax.checkpoint_policies
   if remat == "dots":
     # Running the attention kernel forward again would cost more than one array of [B, T, D].
     return policies.save_from_both_policies(
       policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(SPLASH_RESIDUALS)
     )
-  if mixer.write_gradient_needs_output:
-    return policies.save_only_these_names(_OUTPUT)
-  return policies.nothing_saveable
+  return policies.save_only_these_names(KEPT)
 
 
 class Block(nn.Module):
@@ -65,8 +61,7 @@ class Block(nn.Module):
     ]
 
     def drop(v, side):
-      v = dropout(v, config.dropout, dropout_keys, 2 * self.index + side + 1)
-      return checkpoint_name(v, _OUTPUT)
+      return dropout(v, config.dropout, dropout_keys, 2 * self.index + side + 1)
 
     streams = mixers[0](streams, lambda h: drop(attention(norms[0](h), positions, segment_ids), 0))
     return mixers[1](streams, lambda h: drop(mlp(norms[1](h)), 1))
@@ -126,15 +121,15 @@ class TransformerLM(nn.Module):
     embeddings = dropout(embedder.encode(tokens), config.dropout, dropout_keys, 0)
     streams = output_mixer.init_streams(embeddings)
     for index in range(config.blocks):
-      block = self._block_class(output_mixer)(config, index, self.dtype, name=f"block_{index}")
+      block = self._block_class()(config, index, self.dtype, name=f"block_{index}")
       streams = block(streams, positions, segment_ids, dropout_keys)
     x = output_mixer.read(streams)
     return embedder.decode(rms_norm(self.dtype, "final_norm")(x))
 
-  def _block_class(self, mixer):
+  def _block_class(self):
     if self.remat == "none":
       return Block
-    return nn.remat(Block, policy=_remat_policy(self.remat, mixer))
+    return nn.remat(Block, policy=_remat_policy(self.remat))
 
 
 def attention_form(config: Config, mesh: Mesh) -> tuple[str, str]:

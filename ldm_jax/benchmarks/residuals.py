@@ -2,12 +2,17 @@
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 from jax.sharding import Mesh
 
+from ldm_jax.benchmarks.kernels import inner_jaxprs
 from ldm_jax.config import Config, with_section
 from ldm_jax.training.step import abstract_state, loss_sums, make_model
 
 _ROWS = 3  # no other size is 3, nor are arrays without a batch kept by their millions
+
+
+_CONSTANT = object()
 
 
 def kept_bytes_per_token(config: Config, mesh: Mesh) -> float:
@@ -34,6 +39,38 @@ def kept_bytes_per_token(config: Config, mesh: Mesh) -> float:
     return jax.vjp(loss, params)[1]
 
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-    kept = jax.tree.leaves(jax.eval_shape(backward, params, tokens))
-  activations = [x for x in kept if _ROWS in x.shape and length in x.shape]
+    traced = jax.make_jaxpr(backward)(params, tokens).jaxpr
+  kept = dict(zip(_identities(traced), (v.aval for v in traced.outvars), strict=True))
+  kept.pop(_CONSTANT, None)
+  activations = [x for x in kept.values() if _ROWS in x.shape and length in x.shape]
   return sum(x.size * x.dtype.itemsize for x in activations) / (_ROWS * length)
+
+
+def _identities(jaxpr, inputs=None):
+  """An object for each output, the same for outputs that are the same array.
+
+  Arrays that blocks hand through, or only transpose, are the arrays that they were.  Arrays of one
+  number are constants, which are in memory once.
+  """
+  known = {}
+  for place, variable in enumerate((*jaxpr.constvars, *jaxpr.invars)):
+    known[variable] = object() if inputs is None else inputs[place]
+
+  def identity(variable):
+    return known.get(variable, variable) if isinstance(variable, core.Var) else object()
+
+  for equation in jaxpr.eqns:
+    inner = list(inner_jaxprs(equation))
+    outputs = [object() for _ in equation.outvars]
+    arguments = [identity(v) for v in equation.invars]
+    if len(inner) == 1 and len(inner[0].constvars) + len(inner[0].invars) == len(arguments):
+      found = _identities(inner[0], arguments)
+      outputs = found if len(found) == len(outputs) else outputs
+    elif equation.primitive.name == "broadcast_in_dim" and not isinstance(
+      equation.invars[0], core.Var
+    ):
+      outputs = [_CONSTANT]
+    elif equation.primitive.name in ("name", "transpose", "sharding_constraint", "copy"):
+      outputs = arguments
+    known |= dict(zip(equation.outvars, outputs, strict=True))
+  return [identity(v) for v in jaxpr.outvars]

@@ -6,7 +6,7 @@ with one learned query per sublayer (arXiv 2603.15031).  In the block form the o
 the finished sources, the later ones also the sum so far of their own block.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import flax.struct
@@ -46,8 +46,6 @@ class AttentionResiduals(DepthMixer):
   Attributes:
     block_size: sublayers per source, at least 1; the last block may be short; 1 is the full form.
   """
-
-  write_gradient_needs_output: ClassVar[bool] = False
 
   block_size: int = 6
 

@@ -14,13 +14,18 @@ into them:
 It is per token: no mixer ever looks at another position.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
 
 from ldm_jax.errors import InputError
 from ldm_jax.typing import ActivationsBTD, Dtype, PyTree, Sublayer
+
+# Name (`jax.ad_checkpoint.checkpoint_name`) of a sublayer's output inside `write`, where the gradient
+# of the write depends on it: rematerialisation keeps it, since computing it again costs two weight
+# products in a block.
+KEPT = "sublayer_output"
 
 
 class DepthMixer(nn.Module):
@@ -34,11 +39,7 @@ class DepthMixer(nn.Module):
     dtype: dtype of the control matrix products of the depth memory; everything numerically
       delicate, here and in the other mixers, is float32.
     sublayers: L, if known.  Hyper-connections need it, attention residuals are faster with it.
-    write_gradient_needs_output: whether the gradient of `write` depends on v, of the class.  If so,
-      rematerialisation keeps v, since computing it again costs two weight products in a block.
   """
-
-  write_gradient_needs_output: ClassVar[bool] = True
 
   index: int
   dtype: Dtype = jnp.float32

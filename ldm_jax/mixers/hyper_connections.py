@@ -16,10 +16,11 @@ from typing import Any
 import flax.linen as nn
 import flax.struct
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from ldm_jax.errors import InputError
-from ldm_jax.mixers.base import DepthMixer
+from ldm_jax.mixers.base import KEPT, DepthMixer
 from ldm_jax.ops.hyper_connections import project_each, read_streams, write_streams
 from ldm_jax.sharding import constrain, partitioned
 from ldm_jax.typing import ActivationsBTD
@@ -97,6 +98,7 @@ class HyperConnections(MultiStreamMixer):
 
   def write(self, streams: HyperConnectionStreams, v: ActivationsBTD) -> HyperConnectionStreams:
     """A_rᵀ X + Bᵀ v."""
+    v = checkpoint_name(v, KEPT)
     mixing, writing = self.coefficients(streams.X, "write")
     return self._place(write_streams(streams.X, v, writing, mixing.swapaxes(0, 1)))
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import flax.struct
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from ldm_jax.errors import InputError
-from ldm_jax.mixers.base import DepthMixer
+from ldm_jax.mixers.base import KEPT, DepthMixer
 from ldm_jax.mixers.depth_memory_controls import ReadControls, WriteControls
 from ldm_jax.ops import depth_memory as dm
 from ldm_jax.ops.depth_memory import deferred
@@ -219,6 +220,8 @@ class LinearDepthMemory(DepthMixer):
     self, streams: DepthMemoryStreams | DeferredMemoryStreams, v: ActivationsBTD
   ) -> DepthMemoryStreams | DeferredMemoryStreams:
     """x ← x + v, then (k, v) enters the memory under a key computed from the new x."""
+    layout = _layout(streams)
+    v = layout.from_plane(checkpoint_name(layout.to_plane(v), KEPT))
     x = streams.x + v if self.residual else v
     if isinstance(streams, DeferredMemoryStreams):
       streams = streams.replace(memory=deferred.next_sublayer(streams.memory))
@@ -228,7 +231,7 @@ class LinearDepthMemory(DepthMixer):
       return self._place(streams.replace(x=x, pending=v))
     if self.write_every > 1:
       streams = streams.replace(pending=jnp.zeros_like(v))
-    controls = self.write_controls(x, _layout(streams))
+    controls = self.write_controls(x, layout)
     return self._place(self._record(streams.replace(x=x), v, controls, self.index))
 
   def _record(self, streams, v, controls, index):

@@ -17,8 +17,10 @@ for ever.
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from ldm_jax.mixers.base import KEPT
 from ldm_jax.mixers.hyper_connections import HyperConnectionStreams, MultiStreamMixer
 from ldm_jax.ops.hyper_connections import project_jointly, read_streams, write_streams
 from ldm_jax.ops.sinkhorn import sinkhorn_leading
@@ -58,6 +60,7 @@ class ManifoldHyperConnections(MultiStreamMixer):
 
   def write(self, streams: HyperConnectionStreams, v: ActivationsBTD) -> HyperConnectionStreams:
     """H_res X + H_postᵀ v."""
+    v = checkpoint_name(v, KEPT)
     between = 0 < self.index < self.sublayers - 1 and self.streams > 1
     mixing = self.coefficients(streams.X, "res") if between else None
     writing = self.coefficients(streams.X, "post")

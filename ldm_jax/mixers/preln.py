@@ -1,6 +1,6 @@
 """PreLN: the residual stream every transformer has, and the baseline of every comparison."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.struct
 
@@ -17,8 +17,6 @@ class PreLNStreams:
 
 class PreLN(DepthMixer):
   """Reads x, writes x + v.  No parameters."""
-
-  write_gradient_needs_output: ClassVar[bool] = False
 
   index: int = 0
 
