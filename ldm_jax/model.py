@@ -13,6 +13,7 @@ from ldm_jax.layers import Attention, Embedder, SwiGLU, dropout, rms_norm
 from ldm_jax.mixers import make_mixer
 from ldm_jax.mixers.base import KEPT
 from ldm_jax.ops.attention import SPLASH_RESIDUALS, check_splash, splash_refusal
+from ldm_jax.ops.depth_memory.forms import Form
 from ldm_jax.sharding import check_divisible
 from ldm_jax.typing import Dtype, PyTree, TokensBT
 
@@ -150,14 +151,34 @@ def attention_form(config: Config, mesh: Mesh) -> tuple[str, str]:
   return ("plain", refusal) if refusal else ("splash", "")
 
 
+def memory_form(config: Config, mesh: Mesh) -> Form | None:
+  """The form of the depth memory that a run on a mesh takes; None for other mixers.
+
+  Raises:
+    InputError: if the form that is asked for cannot run: the reason and what to change.
+  """
+  model = config.model
+  if model.mixer.kind != "ldm":
+    return None
+  dtype = jnp.dtype(config.train.compute_dtype)
+  mixer = make_mixer(model.mixer, model.sublayers, model.sublayers, dtype, None)
+  rows = config.data.batch_size // config.train.accumulate
+  x = jax.ShapeDtypeStruct((rows, config.data.sequence_length, model.width), dtype)
+  found = []
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    jax.eval_shape(lambda x: found.append(mixer.chosen_form(x)), x)
+  return found[0]
+
+
 def check_mesh(config: Config, mesh: Mesh) -> None:
-  """Refuses a run that a mesh cannot split, or whose form of attention cannot run on it.
+  """Refuses a run that a mesh cannot split, or one of whose forms cannot run on it.
 
   Raises:
     InputError: naming the setting and what to change.
   """
   check_divisible(config, mesh)
   attention_form(config, mesh)
+  memory_form(config, mesh)
 
 
 def parameter_count(params: PyTree) -> int:

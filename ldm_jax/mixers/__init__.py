@@ -7,7 +7,11 @@ from ldm_jax.errors import InputError
 from ldm_jax.mixers.attention_residuals import AttentionResiduals, AttentionResidualStreams
 from ldm_jax.mixers.base import DepthMixer
 from ldm_jax.mixers.hyper_connections import HyperConnections, HyperConnectionStreams
-from ldm_jax.mixers.linear_depth_memory import DepthMemoryStreams, LinearDepthMemory
+from ldm_jax.mixers.linear_depth_memory import (
+  DeferredMemoryStreams,
+  DepthMemoryStreams,
+  LinearDepthMemory,
+)
 from ldm_jax.mixers.manifold_hyper_connections import ManifoldHyperConnections
 from ldm_jax.mixers.preln import PreLN, PreLNStreams
 from ldm_jax.typing import Dtype
@@ -24,6 +28,7 @@ __all__ = [
   "MIXERS",
   "AttentionResidualStreams",
   "AttentionResiduals",
+  "DeferredMemoryStreams",
   "DepthMemoryStreams",
   "DepthMixer",
   "HyperConnectionStreams",

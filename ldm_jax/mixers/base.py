@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from ldm_jax.errors import InputError
 from ldm_jax.typing import ActivationsBTD, Dtype, PyTree, Sublayer
 
-# Name (`jax.ad_checkpoint.checkpoint_name`) of a sublayer's output inside `write`, where the gradient
-# of the write depends on it: rematerialisation keeps it, since computing it again costs two weight
-# products in a block.
+# What a mixer calls a sublayer's output inside `write` (`jax.ad_checkpoint.checkpoint_name`) if the
+# gradient of the write depends on it.  Rematerialisation keeps it: computing it again costs two
+# weight products in a block.
 KEPT = "sublayer_output"
 
 
@@ -38,7 +38,8 @@ class DepthMixer(nn.Module):
     index: which sublayer this is, from 0.  Sublayer 0 reads streams that nothing has written to.
     dtype: dtype of the control matrix products of the depth memory; everything numerically
       delicate, here and in the other mixers, is float32.
-    sublayers: L, if known.  Hyper-connections need it, attention residuals are faster with it.
+    sublayers: L, if known.  Hyper-connections need it, attention residuals and the depth memory are
+      faster with it.
   """
 
   index: int

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ldm_jax.ops.depth_memory.natural import Natural
 from ldm_jax.sharding import partitioned
 from ldm_jax.typing import ActivationsBTD, Dtype
 
@@ -56,10 +57,12 @@ class ReadControls(nn.Module):
   dtype: Dtype
 
   @nn.compact
-  def __call__(self, x: ActivationsBTD, layout: Any) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the queries and gain · gate, both float32 in a layout; None in place of gain · gate
-    for the memory-only read-out.
+  def __call__(self, x: ActivationsBTD, layout: Any = None) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the queries and gain · gate, both float32, laid out as an arithmetic of
+    `ops.depth_memory` wants it, as the equations are by default; None in place of gain · gate for
+    the memory-only read-out.
     """  # fmt: skip
+    layout = Natural(self.groups, self.key_dim) if layout is None else layout
     latent = Latent(self.latent_dim, self.dtype, name="latent")(x, layout)
     q = _vectors(self, "query", latent, layout, self.groups, self.key_dim)
     if not self.gated:
@@ -92,9 +95,10 @@ class WriteControls(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x: ActivationsBTD, layout: Any
+    self, x: ActivationsBTD, layout: Any = None
   ) -> tuple[jax.Array, jax.Array | None, Float[Array, " G"] | None]:
     """Returns keys and ω (or β, or None), float32 in a layout, and λ (or None)."""
+    layout = Natural(self.groups, self.key_dim) if layout is None else layout
     latent = Latent(self.latent_dim, self.dtype, name="latent")(x, layout)
     keys = 1 if self.shared_key else self.groups
     k = _vectors(self, "key", latent, layout, keys, self.key_dim)

@@ -23,7 +23,7 @@ from ldm_jax.mixers.base import KEPT, DepthMixer
 from ldm_jax.mixers.depth_memory_controls import ReadControls, WriteControls
 from ldm_jax.ops import depth_memory as dm
 from ldm_jax.ops.depth_memory import deferred
-from ldm_jax.ops.depth_memory.forms import FORMS, choose_form
+from ldm_jax.ops.depth_memory.forms import FORMS, Form, choose_form
 from ldm_jax.ops.depth_memory.natural import Natural
 from ldm_jax.sharding import constrain
 from ldm_jax.typing import ActivationsBTD, Dtype
@@ -70,6 +70,11 @@ class DeferredMemoryStreams:
     """The memory as matrices [B, T, G, V, K]: column space of group g is x[g·V : (g+1)·V]."""
     return self.arithmetic.memory_matrix(self.x, deferred.fold_planes(self.arithmetic, self.memory))
 
+  def explicit(self) -> DepthMemoryStreams:
+    """With all writes in M, to look at."""
+    P = self.arithmetic.covariance_matrix(self.memory.covariance)
+    return DepthMemoryStreams(self.x, self.memory_matrix(), P, self.pending)
+
   @property
   def M(self) -> Float[Array, "B T G V K"]:
     """`memory_matrix()`."""
@@ -78,7 +83,7 @@ class DeferredMemoryStreams:
   @property
   def P(self) -> Float[Array, "B T G K K"] | None:
     """The inverse key covariance, float32; None where the rule has none."""
-    return self.arithmetic.covariance_matrix(self.memory.covariance)
+    return self.explicit().P
 
 
 class LinearDepthMemory(DepthMixer):
@@ -113,7 +118,9 @@ class LinearDepthMemory(DepthMixer):
       from an empty memory.
     write_every: sublayers per write; each write takes the sum of their outputs, under a key from
       the residual stream after the last of them (2 is one write per block, an ablation).
-    form: how the memory is computed; see `ops.depth_memory.forms`.  All give the same numbers.
+    form: how the memory is computed; all give the same numbers, see `ops.depth_memory.forms`.
+      "auto" is the reference unless `sublayers` is known.  Where writes are put off, streams grow
+      from sublayer to sublayer, and a differentiated program reads them once for each mixer.
     chunk: the most writes put off by the forms that do so; None leaves it to a cost rule.
     dtype: dtype of the control matrix products.
   """
@@ -176,24 +183,14 @@ class LinearDepthMemory(DepthMixer):
         f"groups: the width {x.shape[-1]} is not divisible by groups = {self.groups}; "
         "choose a divisor of the width"
       )
-    arithmetic, chunk = choose_form(
-      self.form,
-      self.chunk,
-      x,
-      rule=self.rule,
-      groups=self.groups,
-      key_dim=self.key_dim,
-      memory_dtype=self.memory_dtype,
-      writes=self._writes(),
-      smallest_forgetting=self.min_forgetting if self.forgetting else 1.0,
-    )
+    form = self.chosen_form(x)
     pending = jnp.zeros_like(x) if self.write_every > 1 else None
-    if arithmetic is None:
+    if form.arithmetic is None:
       M, P = dm.rls_init(x.shape[:2], self.groups, value_dim, self.key_dim, self.alpha)
       streams = DepthMemoryStreams(x, M.astype(self.memory_dtype), P, pending)
     else:
-      memory = deferred.start(arithmetic, x.shape[:2], self.alpha)
-      streams = DeferredMemoryStreams(x, memory, pending, arithmetic, chunk)
+      memory = deferred.start(form.arithmetic, x.shape[:2], self.alpha)
+      streams = DeferredMemoryStreams(x, memory, pending, form.arithmetic, form.chunk)
     if self.write_embedding:
       layout = _layout(streams)
       k = layout.constant_key(x.shape[:2])
@@ -209,6 +206,8 @@ class LinearDepthMemory(DepthMixer):
     q, scale = self.read_controls(x, layout)
     added = self.readout == "add"
     if isinstance(streams, DeferredMemoryStreams):
+      if streams.memory.empty:
+        return x if added else jnp.zeros_like(x)
       base = layout.to_plane(x) if added else None
       return layout.from_plane(deferred.read(layout, base, q, scale, streams.memory))
     r_BTGV = dm.read(streams.M, q)
@@ -261,6 +260,24 @@ class LinearDepthMemory(DepthMixer):
     else:
       M = dm.outer_write(M, k, v_BTGV)
     return streams.replace(M=M, P=P)
+
+  def chosen_form(self, x: ActivationsBTD) -> Form:
+    """The form in which the memory of a residual stream such as x is computed.
+
+    Raises:
+      InputError: if the one that is asked for cannot run, see `ops.depth_memory.forms.choose_form`.
+    """
+    return choose_form(
+      self.form,
+      self.chunk,
+      x,
+      rule=self.rule,
+      groups=self.groups,
+      key_dim=self.key_dim,
+      memory_dtype=self.memory_dtype,
+      writes=self._writes(),
+      smallest_forgetting=self.min_forgetting if self.forgetting else 1.0,
+    )
 
   def _writes(self):
     """In the whole network; None if it is not known how large that is."""

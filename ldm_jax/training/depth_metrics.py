@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from ldm_jax.config import Config
 from ldm_jax.data.packing import Batch
-from ldm_jax.mixers import DepthMixer, HyperConnectionStreams
+from ldm_jax.mixers import DeferredMemoryStreams, DepthMixer, HyperConnectionStreams
 from ldm_jax.sharding import constrain
 from ldm_jax.training.step import (
   StepMetrics,
@@ -202,6 +202,8 @@ _tap.defvjp(
 
 def _mean_squares(streams):
   """Mean square of each stream by its name, hyper-connections' N streams one by one."""
+  if isinstance(streams, DeferredMemoryStreams):
+    streams = streams.explicit()
   if isinstance(streams, HyperConnectionStreams):
     streams = {"X": tuple(streams.X)}
   return {

@@ -16,7 +16,12 @@ from ldm_jax import processes
 from ldm_jax.config import Config
 from ldm_jax.data import Dataset, load_dataset
 from ldm_jax.errors import DivergedError, InputError, TrainingError
-from ldm_jax.model import attention_form, mixer_parameter_count, parameter_count
+from ldm_jax.model import (
+  attention_form,
+  memory_form,
+  mixer_parameter_count,
+  parameter_count,
+)
 from ldm_jax.sharding_report import mesh_words, sharding_lines
 from ldm_jax.training.checkpoint import Checkpointer
 from ldm_jax.training.flops import mesh_peak_flops, mixer_flops_per_token, model_flops_per_token
@@ -219,6 +224,10 @@ def _summary(config, mesh, dataset, state):
   form, reason = attention_form(config, mesh)
   on_tpu = mesh.devices.flat[0].platform == "tpu"  # elsewhere nothing else is to be had
   yield f"attention: {form}" + (f" ({reason})" if reason and on_tpu else "")
+  memory = memory_form(config, mesh)
+  if memory is not None:
+    put_off = f", at most {memory.chunk} writes put off" if memory.chunk else ""
+    yield f"depth memory: {memory.name}{put_off}"
   yield _work(config, mesh)
   if mesh.size > 1:
     yield from sharding_lines(state.params, state.optimizer_state)

@@ -85,7 +85,7 @@ def rms(x):
 
 def streams_by_name(name, streams):
   if name == "rls":
-    return {"x": streams.x, "M": streams.M, "P": streams.P}
+    return {"x": streams.x, "M": streams.memory_matrix(), "P": streams.P}
   named = {f"sources/{index}": source for index, source in enumerate(streams.sources)}
   return named | ({} if streams.partial is None else {"partial": streams.partial})
 

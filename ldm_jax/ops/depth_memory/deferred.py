@@ -6,9 +6,10 @@ After l writes, of which the first b are folded into M_b and the others still pe
 
 with sums over the pending writes.  It is the same regression: with C_l = M_l P_l⁻¹ the recursion is
 C ← λ C + ω v kᵀ, so M_l q = Γ(l,b) M_b P_b⁻¹ P_l q + Σ_i w_i v_i, and by the recursion of P⁻¹ the
-vector Γ(l,b) P_b⁻¹ P_l q is z.  For the outer-product rule P is I and z is q.  Only P and vectors of key width are recurrent.  Every `chunk` writes
-the pending ones are folded into M: reads with the unit vectors as queries give its new columns.
-Never to fold is attention over depth; to fold at every write is the recursion itself.
+vector Γ(l,b) P_b⁻¹ P_l q is z.  For the outer-product rule P is I, every Γ and ω is 1, and z is q.
+Only P and vectors of key width are recurrent.  Every `chunk` writes the pending ones are folded
+into M: reads with the unit vectors as queries give its new columns.  Never to fold is attention
+over depth; to fold at every write is the recursion itself.
 
 Gradients are put off too.  Read l would add w_{l,i} r̄_l to the gradient of every pending v_i: for
 each read a pass over as many arrays as are pending.  Instead it sends r̄_l and a few vectors of key
@@ -89,6 +90,11 @@ class Pending:
   covariance: Any
   tickets: tuple
 
+  @property
+  def empty(self) -> bool:
+    """Whether nothing was ever written."""
+    return not self.memory and not self.values
+
 
 def start(arithmetic: Any, batch_shape: tuple[int, int], alpha: float) -> Pending:
   """The memory before the first write."""
@@ -107,9 +113,16 @@ def read(arithmetic: Any, base: Any, query: Any, scale: Any, pending: Pending) -
     query: queries, as the arithmetic wants them.
     scale: gain · gate per group.
     pending: the memory.
+
+  Raises:
+    ValueError: without a ticket, since mixers are numbered in another order than they are called.
   """
-  ticket = pending.tickets[0] if pending.tickets else None
-  return _read(arithmetic, base, query, scale, _drawn(pending), ticket)
+  if not pending.tickets or pending.tickets[0] is None:
+    raise ValueError(
+      "this sublayer was not expected to read the depth memory: number the mixers 0, 1, … in the "
+      "order of their calls, L for the head, and give none or all of them `sublayers` = L"
+    )
+  return _read(arithmetic, base, query, scale, _drawn(pending), pending.tickets[0])
 
 
 def _drawn(pending):
@@ -123,15 +136,15 @@ def _read(arithmetic, base, query, scale, drawn, ticket):
 
 
 def _read_forward(arithmetic, base, query, scale, drawn, ticket):
-  kept = (query, scale, drawn, base is None, ticket is None)
+  kept = (query, scale, drawn, base is None)
   return _read(arithmetic, base, query, scale, drawn, ticket), kept
 
 
 def _read_backward(arithmetic, kept, residual):
-  query, scale, drawn, no_base, no_ticket = kept
+  query, scale, drawn, no_base = kept
   gradients, message = arithmetic.read_gradients(residual, query, scale, *drawn)
   query_bar, scale_bar, covariance_bar = gradients
-  ticket = None if no_ticket else Ticket(residual=residual, uses=jnp.ones(()), **message)
+  ticket = Ticket(residual=residual, uses=jnp.ones(()), **message)
   base_bar = None if no_base else residual
   return base_bar, query_bar, scale_bar, (None, None, None, covariance_bar), ticket
 

@@ -11,7 +11,7 @@ All forms compute the same numbers, rounding apart:
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,19 @@ _LARGEST_DECAY = 100  # in powers of two
 _SLACK = 1.1
 
 
+class Form(NamedTuple):
+  """A form that was chosen.
+
+  name: one of `FORMS` but "auto".
+  arithmetic: how its sums are done; None for the reference.
+  chunk: the most writes it puts off; 0 for the reference.
+  """
+
+  name: str
+  arithmetic: Any
+  chunk: int
+
+
 def choose_form(
   form: str,
   chunk: int | None,
@@ -42,12 +55,13 @@ def choose_form(
   memory_dtype: Dtype,
   writes: int | None,
   smallest_forgetting: float,
-) -> tuple[Any, int]:
-  """The arithmetic of a form and the most writes it puts off; (None, 0) for the reference.
+) -> Form:
+  """The form that is asked for, or the best one.
 
   "auto" is the kernel in programs for TPUs, where it can run, and otherwise chunked; with the chunk
-  that `best_chunk` finds, which is history where nothing is ever folded.  The delta rule only has
-  the reference.
+  that `best_chunk` finds, which is history where nothing is ever folded.  It is the reference where
+  the number of writes is not known, since streams then keep their structure from one sublayer to
+  the next, and for the delta rule, which only has that.
 
   Args:
     form: one of `FORMS`.
@@ -61,15 +75,15 @@ def choose_form(
     smallest_forgetting: a lower bound of the forgetting factors.
 
   Raises:
-    InputError: for a form that cannot run here, or a chunk that is too large, saying what to change.
+    InputError: for a form that cannot run here or too large a chunk, saying what to change.
   """
   if rule == "delta" and form not in ("auto", "reference"):
     raise InputError(
       f"model.mixer.form = {form} cannot run with model.mixer.rule = delta, whose writes cannot be "
       "put off; set form to auto or reference"
     )
-  if form == "reference" or rule == "delta":
-    return None, 0
+  if form == "reference" or rule == "delta" or (form == "auto" and writes is None):
+    return Form("reference", None, 0)
   limit = _limit(smallest_forgetting) if rule == "rls" else None
   settings = {
     "groups": groups,
@@ -101,13 +115,14 @@ def choose_form(
       f"model.mixer.min_forgetting = {smallest_forgetting}: their product would leave the range of "
       f"float32; set chunk to at most {limit}"
     )
-  if form == "state":
-    return TokenMinor(**settings, form="plain"), chunk
-  if form == "kernel" or (form == "auto" and refusal is None):
-    return TokenMinor(**settings, form="kernel"), chunk
-  if platform == "cpu":
-    return Natural(**settings), chunk
-  return TokenMinor(**settings, form="plain"), chunk
+  if form == "auto":
+    history = writes is not None and chunk >= writes
+    form = "kernel" if refusal is None else "history" if history else "chunked"
+  if form == "kernel":
+    return Form(form, TokenMinor(**settings, form="kernel"), chunk)
+  if form == "state" or platform != "cpu":
+    return Form(form, TokenMinor(**settings, form="plain"), chunk)
+  return Form(form, Natural(**settings), chunk)
 
 
 def _limit(smallest_forgetting):
