@@ -16,6 +16,8 @@ from jaxtyping import Array, Float
 from ldm_jax.ops.planes.api import group_products, weighted_sums
 from ldm_jax.ops.planes.thin import thin_product, thin_product_gradients
 
+_ROWS = 8  # of a register
+
 Planes = tuple[Float[Array, "B D T"], ...]
 
 
@@ -38,7 +40,12 @@ def thin_products(
   Returns:
     Products and sums of squares, float32, and the planes.
   """
-  return _thin_products(interpret, tuple(planes), tuple(weights))
+  rows = [len(w) for w in weights]
+  # The TPU compiler refuses some products of a single row, and 8 cost the same.
+  weights = tuple(jnp.pad(w, ((0, max(0, _ROWS - len(w))), (0, 0))) for w in weights)
+  products, squares, planes = _thin_products(interpret, tuple(planes), weights)
+  products = tuple(y[:, :count] for y, count in zip(products, rows, strict=True))
+  return products, squares, planes
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
