@@ -13,9 +13,15 @@ import flax.struct
 from jaxtyping import Array, Float
 
 from ldm_jax.mixers.base import DepthMixer
-from ldm_jax.ops.attention_residuals import finish_read, prepare_reads
+from ldm_jax.ops.attention_residuals import (
+  finish_plane_read,
+  finish_read,
+  prepare_plane_reads,
+  prepare_reads,
+)
+from ldm_jax.ops.planes import from_plane, place_plane, takes_planes, to_plane
 from ldm_jax.sharding import constrain, partitioned
-from ldm_jax.typing import ActivationsBTD
+from ldm_jax.typing import ActivationsBTD, Sublayer
 
 
 @flax.struct.dataclass
@@ -26,11 +32,21 @@ class AttentionResidualStreams:
   partial: sum of the current block's outputs so far [B, T, D]; None between blocks.
   reads: for each remaining sublayer of the current block, what the finished sources contribute to
     its read (`ops.attention_residuals.PreparedRead`).
+  planes: whether all these are planes [B, D, T] instead, which they are in programs for TPUs.
+  interpret: whether kernels on planes run in Pallas's interpreter, for tests.
   """
 
   sources: tuple[Any, ...]
   partial: Any = None
   reads: tuple[Any, ...] = ()
+  planes: bool = flax.struct.field(pytree_node=False, default=False)
+  interpret: bool = flax.struct.field(pytree_node=False, default=False)
+
+  def as_planes(self, interpret: bool = False) -> "AttentionResidualStreams":
+    """Streams at their start, as planes."""
+    return AttentionResidualStreams(
+      tuple(map(to_plane, self.sources)), planes=True, interpret=interpret
+    )
 
 
 class AttentionResiduals(DepthMixer):
@@ -59,35 +75,65 @@ class AttentionResiduals(DepthMixer):
 
   def init_streams(self, x: ActivationsBTD) -> AttentionResidualStreams:
     """The embedding as the only source."""
-    return AttentionResidualStreams((x,))
+    streams = AttentionResidualStreams((x,))
+    return streams.as_planes() if takes_planes(x) else streams
 
   def read(self, streams: AttentionResidualStreams) -> ActivationsBTD:
     """Softmax over the finished sources and the partial sum; x where there is nothing else."""
     if self.index == 0:
-      return streams.sources[0]
-    # The first sublayer of a block makes the same call in its write; compilers merge the two, in
-    # the forward pass at least.
-    prepared = (streams.reads or self._prepare(streams))[0]
-    if streams.partial is None:
-      return prepared.mean
-    return finish_read(prepared, streams.partial)
+      return self._read(streams)[0]
+    # The first sublayer of a block prepares the same reads in its write; compilers merge the two,
+    # in the forward pass at least.
+    return self._read(self._prepared(streams))[0]
 
   def write(self, streams: AttentionResidualStreams, v: ActivationsBTD) -> AttentionResidualStreams:
     """Adds v to the partial sum, which becomes a source when the block is complete."""
-    reads, sources, partial = streams.reads, streams.sources, streams.partial
-    if not reads and self._own_reads():
-      reads = self._prepare(streams)
-    reads = reads if self.index == 0 else reads[1:]
-    partial = constrain(v if partial is None else partial + v, *_TOKEN, "activation_embed")
+    streams = self._prepared(streams)
+    sources, partial = streams.sources, streams.partial
+    reads = streams.reads if self.index == 0 else streams.reads[1:]
+    if streams.planes:
+      v = to_plane(v)
+    partial = v if partial is None else partial + v
+    partial = place_plane(partial) if streams.planes else _place(partial)
     if (self.index + 1) % self.block_size == 0:
       sources, partial = (*sources, partial), None
-    return AttentionResidualStreams(sources, partial, reads)
+    return streams.replace(sources=sources, partial=partial, reads=reads)
 
-  def _prepare(self, streams):
-    reads = prepare_reads(streams.sources, *self.queries(streams.sources[0]))
-    return tuple(
-      read.replace(mean=constrain(read.mean, *_TOKEN, "activation_embed")) for read in reads
-    )
+  def __call__(self, streams: AttentionResidualStreams, f: Sublayer) -> AttentionResidualStreams:
+    """One sublayer; reads of planes are prepared once for both sides."""
+    if not streams.planes:
+      return super().__call__(streams, f)
+    h, streams = self._read(self._prepared(streams))
+    return self.write(streams, f(h))
+
+  def _read(self, streams):
+    """What the sublayer sees and the streams to go on with."""
+    partial, out = streams.partial, from_plane if streams.planes else lambda h: h
+    if self.index == 0:
+      return out(streams.sources[0]), streams
+    prepared = streams.reads[0]
+    if partial is None:
+      return out(prepared.mean), streams
+    if not streams.planes:
+      return finish_read(prepared, partial), streams
+    h, partial = finish_plane_read(prepared, partial, interpret=streams.interpret)
+    return from_plane(h), streams.replace(partial=partial)
+
+  def _prepared(self, streams):
+    """Streams with the reads that this mixer holds the queries of."""
+    if streams.reads or not self._own_reads():
+      return streams
+    sources, planes = streams.sources, streams.planes
+    width = sources[0].shape[1 if planes else 2]
+    if planes:
+      reads, sources = prepare_plane_reads(
+        sources, *self.queries(width), interpret=streams.interpret
+      )
+    else:
+      reads = prepare_reads(sources, *self.queries(width))
+    place = place_plane if planes else _place
+    reads = tuple(read.replace(mean=place(read.mean)) for read in reads)
+    return streams.replace(sources=sources, reads=reads)
 
   def _own_reads(self):
     """How many queries this mixer holds, its own first."""
@@ -99,18 +145,19 @@ class AttentionResiduals(DepthMixer):
     return min(self.block_size, self.sublayers - self.index) - (self.index == 0)
 
 
-_TOKEN = ("batch", "sequence")
+def _place(x):
+  return constrain(x, "batch", "sequence", "activation_embed")
 
 
 class DepthQueries(nn.Module):
-  """Queries and key-norm scales of `reads` reads; called with an array that has the width."""
+  """Queries and key-norm scales of `reads` reads; called with the width."""
 
   reads: int
 
   @nn.compact
-  def __call__(self, x: ActivationsBTD) -> tuple[Float[Array, "reads D"], Float[Array, "reads D"]]:
+  def __call__(self, width: int) -> tuple[Float[Array, "reads D"], Float[Array, "reads D"]]:
     """Returns queries, zero at initialisation, and scales, one at initialisation; float32."""
-    shape = (self.reads, x.shape[-1])
+    shape = (self.reads, width)
     query = self.param("query", partitioned(nn.initializers.zeros, None, "norm"), shape)
     scale = self.param("norm_scale", partitioned(nn.initializers.ones, None, "norm"), shape)
     return query, scale

@@ -19,11 +19,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ldm_jax.ops.normalize import inverse_rms
+from ldm_jax.ops.normalize import inverse_rms, inverse_rms_of
+from ldm_jax.ops.planes import plane_weights, sums_and_planes, thin_products
 from ldm_jax.ops.products import exact_einsum
 from ldm_jax.typing import AnyArray
 
 Source = Float[AnyArray, "*batch D"]
+Plane = Float[Array, "B D T"]
 
 
 def depth_softmax(
@@ -89,6 +91,53 @@ def finish_read(prepared: PreparedRead, growing: Source) -> Float[Array, "*batch
   weight = jax.nn.sigmoid(score - prepared.log_weight)[..., None]
   mean = prepared.mean.astype(jnp.float32)
   return (mean + weight * (growing.astype(jnp.float32) - mean)).astype(growing.dtype)
+
+
+def prepare_plane_reads(
+  sources: Sequence[Plane],
+  queries: Float[AnyArray, "reads D"],
+  norm_scales: Float[AnyArray, "reads D"],
+  *,
+  interpret: bool = False,
+) -> tuple[tuple[PreparedRead, ...], tuple[Plane, ...]]:
+  """`prepare_reads` of planes, in two passes over them.
+
+  Args:
+    sources: one or more planes.
+    queries: as in `prepare_reads`.
+    norm_scales: as in `prepare_reads`.
+    interpret: run kernels in Pallas's interpreter, for tests.
+
+  Returns:
+    The reads, whose means are planes, and the sources to go on with.
+  """
+  keys = (queries * norm_scales).astype(jnp.float32)
+  each = (keys,) * len(sources)
+  products, squares, sources = thin_products(sources, each, interpret=interpret)
+  scores = [y * inverse_rms_of(z, keys.shape[1]) for y, z in zip(products, squares, strict=True)]
+  if len(sources) == 1:
+    log_weight, means = scores[0], sources * len(keys)
+  else:
+    scores = jnp.stack(scores)  # [S, B, reads, T]
+    log_weight = jax.nn.logsumexp(scores, axis=0)
+    weights = jnp.exp(scores - log_weight[None]).transpose(2, 0, 1, 3)
+    weights = plane_weights(weights, sources[0])
+    means, sources = sums_and_planes(sources, weights, interpret=interpret)
+  reads = zip(means, log_weight.swapaxes(0, 1), keys, strict=True)
+  return tuple(PreparedRead(*read) for read in reads), sources
+
+
+def finish_plane_read(
+  prepared: PreparedRead, growing: Plane, *, interpret: bool = False
+) -> tuple[Plane, Plane]:
+  """`finish_read` of a plane: h and the growing source to go on with."""
+  key = prepared.query[None]
+  (product,), (squares,), (growing,) = thin_products([growing], [key], interpret=interpret)
+  score = product * inverse_rms_of(squares, key.shape[1])
+  weight = jax.nn.sigmoid(score[:, 0] - prepared.log_weight)
+  weights = plane_weights(jnp.stack([1 - weight, weight])[None], growing)
+  (h,), (_, growing) = sums_and_planes((prepared.mean, growing), weights, interpret=interpret)
+  return h, growing
 
 
 def _scores(sources, keys):

@@ -9,6 +9,7 @@ from ldm_jax.typing import AnyArray
 # Below this length a vector is scaled by 1 / MIN_LENGTH instead of by its own length, so the
 # gradient never exceeds 500 (1 / length would be infinite at zero, and its naive gradient NaN).
 MIN_LENGTH = 2e-3
+_RMS_EPSILON = 1e-6
 
 
 def l2norm(x: Float[AnyArray, "*batch K"]) -> Float[AnyArray, "*batch K"]:
@@ -33,4 +34,9 @@ def inverse_rms(x: Float[AnyArray, "..."], axis: int | tuple[int, ...] = -1) -> 
   It is one number per token, so it can wait until after a product.
   """
   wide = jnp.asarray(x, jnp.float32)
-  return jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=axis) + 1e-6)
+  return jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=axis) + _RMS_EPSILON)
+
+
+def inverse_rms_of(squares: Float[Array, "..."], count: int) -> Float[Array, "..."]:
+  """`inverse_rms` from the sum of the squares of `count` numbers."""
+  return jax.lax.rsqrt(squares / count + _RMS_EPSILON)

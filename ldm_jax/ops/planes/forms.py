@@ -71,7 +71,7 @@ def thin_refusal(
   refusal = refusal or _dtype_refusal(dtypes)
   if refusal is not None:
     return refusal
-  parts = _parts("activation_embed", mesh)
+  parts = width_parts(mesh)
   if shape[1] % (parts * row_unit(dtypes)):
     return (
       f"the width {shape[1]} on {parts} devices is not a multiple of {row_unit(dtypes)}, the rows "
@@ -87,6 +87,11 @@ def tokenwise_refusal(shape: tuple[int, int, int], mesh: AbstractMesh, platform:
   """
   sizes = {"batch": shape[0], "groups": shape[1], "sequence": shape[2]}
   return _refusal(sizes, mesh, platform)
+
+
+def width_parts(mesh: AbstractMesh) -> int:
+  """Devices that a mesh splits the width of a plane over: the least number of groups there."""
+  return _parts("activation_embed", mesh)
 
 
 def _refusal(sizes, mesh, platform):
