@@ -122,7 +122,7 @@ def choose_form(
     return Form(form, TokenMinor(**settings, form="kernel"), chunk)
   if form == "state" or platform != "cpu":
     return Form(form, TokenMinor(**settings, form="plain"), chunk)
-  return Form(form, Natural(**settings), chunk)
+  return Form(form, Natural(**settings, apart=mesh.size <= 1), chunk)
 
 
 def _limit(smallest_forgetting):

@@ -23,12 +23,14 @@ class Natural:
     key_dim: K.
     rule: "rls", or "outer", which has no covariance.
     memory_dtype: of folded planes.
+    apart: keep XLA from fusing steps with each other, see `_apart`: for programs of one CPU device.
   """
 
   groups: int
   key_dim: int
   rule: str = "rls"
   memory_dtype: str = "float32"
+  apart: bool = False
 
   def start(self, batch_shape, alpha):
     """P₋₁ = α I, without forgetting so far; None for the rule without P."""
@@ -121,7 +123,11 @@ class Natural:
     """P after a write, and the record of it."""
     if covariance is None:
       return None, Record(key, jnp.ones(key.shape[:-1]))
-    return _write(covariance, key, importance, forgetting)
+    return _write(self._alone, covariance, key, importance, forgetting)
+
+  @property
+  def _alone(self):
+    return _apart if self.apart else _together
 
   def restart(self, covariance):
     """P with its forgetting in it."""
@@ -131,7 +137,7 @@ class Natural:
   def read(self, base, query, scale, memory, values, records, covariance):
     """base + scale · M q, see `deferred.read`."""
     matrix = covariance and covariance.matrix
-    weights, _ = _apart(self._weights, query, matrix, records, bool(memory))
+    weights, _ = self._alone(self._weights, query, matrix, records, bool(memory))
     return self._mix((*memory, *values), [_scaled(weights, scale)], [base])[0]
 
   def _weights(self, query, matrix, records, memory):
@@ -149,7 +155,7 @@ class Natural:
     """Cotangents of (query, scale, covariance), and the message to the writes."""
     products = tuple(_dot(self._split(residual), self._split(x)) for x in (*memory, *values))
     matrix = covariance and covariance.matrix
-    (query_bar, scale_bar, projection_bar), message = _apart(
+    (query_bar, scale_bar, projection_bar), message = self._alone(
       self._weight_gradients, query, scale, matrix, records, bool(memory), products
     )
     covariance_bar = None
@@ -231,7 +237,7 @@ class Natural:
   def _mix(self, planes, weights, bases, dtype=None):
     """For each row of weights base + Σ weight · plane, in the dtype of the last plane."""
     dtype = planes[-1].dtype if dtype is None else dtype
-    return _apart(self._sums, planes, weights, bases, dtype)
+    return self._alone(self._sums, planes, weights, bases, dtype)
 
   def _sums(self, planes, weights, bases, dtype):
     split = [self._split(plane) for plane in planes]
@@ -293,9 +299,13 @@ def _apart(function, *operands):
   return jax.lax.cond(jnp.isnan(jnp.ravel(arrays[0])[0]), not_a_number, branch, arrays)
 
 
-@jax.custom_vjp
-def _write(covariance, key, importance, forgetting):
-  return _write_forward(covariance, key, importance, forgetting)[0]
+def _together(function, *operands):
+  return function(*operands)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _write(alone, covariance, key, importance, forgetting):
+  return _write_forward(alone, covariance, key, importance, forgetting)[0]
 
 
 def _bounded(matrix, decay, forgetting):
@@ -306,7 +316,7 @@ def _bounded(matrix, decay, forgetting):
   return jnp.maximum(forgetting, bound), bound, mean
 
 
-def _write_forward(covariance, key, importance, forgetting):
+def _write_forward(alone, covariance, key, importance, forgetting):
   def vectors(matrix, decay, key, importance, forgetting):
     bounded, _, mean = _bounded(matrix, decay, forgetting)
     decay = decay * bounded
@@ -316,7 +326,7 @@ def _write_forward(covariance, key, importance, forgetting):
     return decay, weight, projection, share, 0.5 * jnp.finfo(mean.dtype).eps * mean
 
   matrix = covariance.matrix
-  decay, weight, projection, share, floor = _apart(
+  decay, weight, projection, share, floor = alone(
     vectors, matrix, covariance.decay, key, importance, forgetting
   )
   downdate = share[..., None, None] * (projection[..., :, None] * projection[..., None, :])
@@ -325,7 +335,7 @@ def _write_forward(covariance, key, importance, forgetting):
   return out, (covariance, key, importance, forgetting)
 
 
-def _write_backward(kept, gradients):
+def _write_backward(alone, kept, gradients):
   """By hand: automatic differentiation goes over the matrices twice as often.
 
   With s = P k, d = 1 + w k·s, h = w / d and a symmetric cotangent A of P − h s sᵀ:
@@ -361,7 +371,7 @@ def _write_backward(kept, gradients):
 
   covariance, key, *rest = kept
   covariance_bar, record_bar = gradients
-  projection_bar, diagonal_bar, earlier_bar, *others = _apart(
+  projection_bar, diagonal_bar, earlier_bar, *others = alone(
     vectors,
     covariance_bar.matrix,
     covariance_bar.decay,
