@@ -4,6 +4,7 @@ What a CPU likes best: K is the vector axis.  See `deferred` for what is compute
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
