@@ -90,8 +90,9 @@ def assert_planes_change_nothing(config, sublayers, interpret):
   pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True)
   for (path, a), b in pairs:
     name = jax.tree_util.keystr(path)
-    # Gradients of what Sinkhorn's iteration takes back are small differences of larger numbers.
-    allowed = 3e-4 if "'res_" in name else 1e-5
+    # Gradients of what Sinkhorn's iteration takes back are small differences of larger numbers, and
+    # so is that of one number that all tokens share.
+    allowed = 3e-4 if "'res_" in name else 1e-4 if a.ndim == 0 else 1e-5
     assert jnp.abs(a - b).max() <= allowed * jnp.abs(b).max(), name
 
 
