@@ -217,10 +217,10 @@ def test_presets_have_the_stated_sizes_and_streams(kind, size):
     assert (streams.X.shape, streams.X.dtype) == ((4, 1, 8, width), model.dtype)
   if kind == "ldm":
     groups = config.model.mixer.groups
-    matrix = jax.eval_shape(lambda s: s.memory_matrix(), streams)
+    matrix, P = jax.eval_shape(lambda s: (s.memory_matrix(), s.P), streams)
     assert matrix.shape == (1, 8, groups, width // groups, 8)
-    assert streams.P.shape == (1, 8, groups, 8, 8)
-    assert streams.P.dtype == jnp.float32
+    assert P.shape == (1, 8, groups, 8, 8)
+    assert P.dtype == jnp.float32
     assert matrix.dtype == jnp.dtype(config.model.mixer.memory_dtype)
 
 
