@@ -102,7 +102,7 @@ class AttentionResiduals(DepthMixer):
   def __call__(self, streams: AttentionResidualStreams, f: Sublayer) -> AttentionResidualStreams:
     """One sublayer; reads of planes are prepared once for both sides."""
     if not streams.planes:
-      return super().__call__(streams, f)
+      return self.write(streams, f(self.read(streams)))
     h, streams = self._read(self._prepared(streams))
     return self.write(streams, f(h))
 

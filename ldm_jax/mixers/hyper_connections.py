@@ -128,7 +128,7 @@ class MultiStreamMixer(DepthMixer):
   def __call__(self, streams: HyperConnectionStreams, f: Sublayer) -> HyperConnectionStreams:
     """One sublayer; planes are gone through once for what both sides need to know of them."""
     if not streams.planes:
-      return super().__call__(streams, f)
+      return self.write(streams, f(self.read(streams)))
     weights, streams = self.weigh_planes(streams, ("read", "write"))
     h, streams = self._read_planes(streams, weights)
     return self._write_planes(streams, weights, f(h))

@@ -283,7 +283,7 @@ class LinearDepthMemory(DepthMixer):
     """In the whole network; None if it is not known how large that is."""
     if self.sublayers is None:
       return None
-    return self.sublayers // self.write_every + self.write_embedding
+    return max(1, self.sublayers // self.write_every + self.write_embedding)
 
   def _reads(self, index, chunk):
     """Pending writes at the read of each sublayer after a first write at `index`; 0 for no read."""

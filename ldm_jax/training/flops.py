@@ -57,8 +57,8 @@ def mixer_flops_per_token(model: ModelConfig) -> int:
       mhc      read   N D + N² D                         H_pre X, u φ_pre
                write  N² D + N D + N³ D + N² D           H_res X + H_postᵀ v, u φ_res, u φ_post
 
-  and 0 for preln.  What the first and last sublayers do without is left out.  Sinkhorn's iterations
-  are not products.
+  and 0 for preln.  Of the depth memory that is the recursion, whichever form computes it.  What the
+  first and last sublayers do without is left out.  Sinkhorn's iterations are not products.
   """
   counts = {"ldm": _ldm, "attnres": _attnres, "hc": _hc, "mhc": _mhc}
   count = counts.get(model.mixer.kind)
