@@ -24,7 +24,7 @@ from tests.rig import MECHANISMS, VARIANTS
 B, T, D, SUBLAYERS = 2, 5, 16, 3
 every_variant = pytest.mark.parametrize("name", VARIANTS)
 # Tests that compile for long run by default for these; for the other variants with  pytest -m slow.
-QUICK = {*MECHANISMS, "delta", "memory_only", "no_residual", "block_writes", "attnres_full"}
+QUICK = {*MECHANISMS, "delta", "attnres_full"}
 NOT_A_SIGN = [name for name in VARIANTS if name != "key_dim_1"]
 
 

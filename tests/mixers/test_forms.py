@@ -89,7 +89,7 @@ def slow(*values):
   [
     ("history", None, 4, 7),
     ("chunked", 3, 4, 8),
-    ("chunked", 1, 8, 3),
+    slow("chunked", 1, 8, 3),
     ("state", None, 4, 4),
     slow("chunked", 8, 8, 20),
     *(
@@ -119,7 +119,7 @@ def test_the_kernels_equal_the_reference(on_tpu, chunk, key_dim, sublayers):
   [
     {"rule": "outer"},
     {"readout": "memory_only", "write_embedding": True},
-    {"write_every": 2, "residual": False},
+    slow({"write_every": 2, "residual": False}),
     slow({"shared_key": True, "forgetting": False}),
     slow({"importance": False}),
     slow({"write_every": 2, "write_embedding": True}),
@@ -142,7 +142,7 @@ def test_a_stack_that_does_not_know_its_depth_equals_the_reference():
 
 
 @pytest.mark.parametrize(
-  ("form", "chunk"), [("chunked", 3), ("history", None), slow("state", None), slow("kernel", 3)]
+  ("form", "chunk"), [("chunked", 3), slow("history", None), slow("state", None), slow("kernel", 3)]
 )
 def test_bfloat16_rounds_as_often_as_it_must(form, chunk, request):
   """Errors of a bfloat16 stack against float32: those of the reference, times two at most."""
