@@ -48,6 +48,16 @@ def parse_train_arguments(argv: Sequence[str]) -> tuple[Config, epath.Path]:
   return config, epath.Path(parsed.workdir or f"runs/{parsed.config.stem}")
 
 
+def command_parser(module: str, description: str) -> argparse.ArgumentParser:
+  """A parser for `python -m MODULE` that shows the description as it is written."""
+  return argparse.ArgumentParser(
+    prog=f"python -m {module}",
+    description=description,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+    allow_abbrev=False,
+  )
+
+
 def parse_config_arguments(
   argv: Sequence[str], prog: str, others: Sequence[str] = ()
 ) -> tuple[Config, Path]:

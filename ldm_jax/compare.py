@@ -18,7 +18,6 @@ runs/ to have it tried again.  More mixers, rates or seeds can be added to the f
 Exit codes: 0 done, 1 failed, 2 bad configuration or input, 75 stopped by a signal after saving.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -33,7 +32,7 @@ import jax
 import tqdm
 
 from ldm_jax.benchmarks.steps import StepTimer
-from ldm_jax.command_line import CONFIGS, run_command
+from ldm_jax.command_line import CONFIGS, command_parser, run_command
 from ldm_jax.comparison import Comparison, Run, load_comparison, naming
 from ldm_jax.comparison_report import draw_plot, markdown_table, missing_runs, summarise
 from ldm_jax.config import flatten, from_json
@@ -374,12 +373,7 @@ def main() -> int:
 
 
 def _parse():
-  parser = argparse.ArgumentParser(
-    prog="python -m ldm_jax.compare",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-  )
+  parser = command_parser("ldm_jax.compare", __doc__)
   parser.add_argument(
     "--config",
     type=Path,

@@ -12,10 +12,9 @@ every result once; the ratio is the larger of compute and transfer over that flo
 Attention is limited by its products and far from it.
 """
 
-import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -23,7 +22,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ldm_jax.benchmarks.cases import Case, cases
-from ldm_jax.command_line import run_command
+from ldm_jax.command_line import command_parser, run_command
 from ldm_jax.config import MeshConfig
 from ldm_jax.errors import InputError
 from ldm_jax.hlo.costs import is_kernel
@@ -118,14 +117,18 @@ def measure(case: Case, chip_name: str, dump: ScheduleDump) -> list[Row]:
 
 def kernel_grids(jaxpr: core.Jaxpr) -> dict[str, tuple[int, ...]]:
   """The grid of every Pallas kernel in a traced function, by name."""
-  found = {}
+  calls = [equation.params for equation in pallas_calls(jaxpr)]
+  return {str(call["name"]): tuple(call["grid_mapping"].grid) for call in calls}
+
+
+def pallas_calls(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+  """Every call of a kernel in a traced function, as often as it is called."""
   for equation in jaxpr.eqns:
     if equation.primitive.name == "pallas_call":
-      found[str(equation.params["name"])] = tuple(equation.params["grid_mapping"].grid)
-      continue
-    for inner in inner_jaxprs(equation):
-      found.update(kernel_grids(inner))
-  return found
+      yield equation
+    else:
+      for inner in inner_jaxprs(equation):
+        yield from pallas_calls(inner)
 
 
 def inner_jaxprs(equation: core.JaxprEqn) -> list[core.Jaxpr]:
@@ -191,12 +194,7 @@ def _table(rows):
 
 
 def _parse(argv):
-  parser = argparse.ArgumentParser(
-    prog="python -m ldm_jax.benchmarks.kernels",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-  )
+  parser = command_parser("ldm_jax.benchmarks.kernels", __doc__)
   add = parser.add_argument
   add("--chip", nargs="+", choices=SMALLEST, default=["v5e", "v5p"], help="(default v5e v5p)")
   add("--only", nargs="+", default=[], metavar="WORD", help="cases whose name has one of these")

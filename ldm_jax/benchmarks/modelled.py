@@ -18,7 +18,6 @@ where products limit them and 1.2 times as long where the memory does; XLA's est
 leaves to the backward pass, counted in vectors of the width.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ import jax
 from ldm_jax.benchmarks.kernels import SMALLEST
 from ldm_jax.benchmarks.residuals import kept_bytes_per_token
 from ldm_jax.benchmarks.step_model import Kernel, Rest, chip_config, chip_mesh, model_steps
-from ldm_jax.command_line import CONFIGS, run_command
+from ldm_jax.command_line import CONFIGS, command_parser, run_command
 from ldm_jax.config import Config, load_config
 from ldm_jax.errors import InputError
 
@@ -120,12 +119,7 @@ def _table(result):
 
 
 def _parse(argv):
-  parser = argparse.ArgumentParser(
-    prog="python -m ldm_jax.benchmarks.modelled",
-    description=__doc__,
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-  )
+  parser = command_parser("ldm_jax.benchmarks.modelled", __doc__)
   add = parser.add_argument
   add("--chip", nargs="+", choices=SMALLEST, default=["v5e", "v5p"], help="(default v5e v5p)")
   add("--config", type=Path, nargs="+", default=_DEFAULT, help="files, the baseline first")

@@ -4,15 +4,14 @@ import concurrent.futures
 import dataclasses
 import multiprocessing
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
-from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ldm_jax.benchmarks.cases import causal_share
-from ldm_jax.benchmarks.kernels import SMALLEST, inner_jaxprs
+from ldm_jax.benchmarks.kernels import SMALLEST, pallas_calls
 from ldm_jax.config import Config, MeshConfig, with_section
 from ldm_jax.hlo.costs import instruction_bytes, instruction_flops, is_kernel, kernels
 from ldm_jax.hlo.program import Program, executed, instruction_cycles, parse
@@ -131,7 +130,7 @@ def kernel_costs(configs: Sequence[Config], chip_name: str) -> list[dict[str, Ke
     mesh = chip_mesh(chip_name)
     for config in configs:
       totals = {}
-      for equation in _pallas_calls(_traced_step(config, mesh)):
+      for equation in pallas_calls(_traced_step(config, mesh)):
         key, name = _key(equation), equation.params["name"]
         if key not in costs:
           costs[key] = _cost_alone(equation, mesh, CHIPS[chip_name], dump)
@@ -161,16 +160,6 @@ def _traced_step(config, mesh):
   with jax.set_mesh(mesh):
     step = jax.jit(make_train_step(config))
     return step.trace(abstract_state(config, mesh), abstract_batch(config, mesh)).jaxpr.jaxpr
-
-
-def _pallas_calls(jaxpr: core.Jaxpr) -> Iterator[Any]:
-  """Every call of a kernel in a traced function, as often as it is called."""
-  for equation in jaxpr.eqns:
-    if equation.primitive.name == "pallas_call":
-      yield equation
-    else:
-      for inner in inner_jaxprs(equation):
-        yield from _pallas_calls(inner)
 
 
 def _key(equation):

@@ -102,7 +102,8 @@ class WriteControls(nn.Module):
     latent = Latent(self.latent_dim, self.dtype, name="latent")(x, layout)
     keys = 1 if self.shared_key else self.groups
     k = _vectors(self, "key", latent, layout, keys, self.key_dim)
-    k = layout.shared(k, self.groups) if self.shared_key else k
+    if self.shared_key:  # groups are the third axis in every layout
+      k = jnp.broadcast_to(k, (*k.shape[:2], self.groups, k.shape[3]))
     if self.rule == "outer":
       return k, None, None
     if self.rule == "delta":

@@ -72,8 +72,7 @@ class DeferredMemoryStreams:
 
   def explicit(self) -> DepthMemoryStreams:
     """With all writes in M, to look at."""
-    P = self.arithmetic.covariance_matrix(self.memory.covariance)
-    return DepthMemoryStreams(self.x, self.memory_matrix(), P, self.pending)
+    return DepthMemoryStreams(self.x, self.M, self.P, self.pending)
 
   @property
   def M(self) -> Float[Array, "B T G V K"]:
@@ -83,7 +82,7 @@ class DeferredMemoryStreams:
   @property
   def P(self) -> Float[Array, "B T G K K"] | None:
     """The inverse key covariance, float32; None where the rule has none."""
-    return self.explicit().P
+    return self.arithmetic.covariance_matrix(self.memory.covariance)
 
 
 class LinearDepthMemory(DepthMixer):
@@ -238,14 +237,14 @@ class LinearDepthMemory(DepthMixer):
     k, strength, forgetting = controls
     if isinstance(streams, DeferredMemoryStreams):
       layout = streams.arithmetic
+      if forgetting is not None:
+        forgetting = jnp.broadcast_to(layout.per_group(forgetting), strength.shape)
       memory = deferred.write(
         layout,
         layout.to_plane(v),
         k,
         strength,
-        None
-        if forgetting is None
-        else jnp.broadcast_to(layout.per_group(forgetting), strength.shape),
+        forgetting,
         streams.memory,
         streams.chunk,
         self._reads(index, streams.chunk),

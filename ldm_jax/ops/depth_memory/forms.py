@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from ldm_jax.errors import InputError
 from ldm_jax.ops.depth_memory.natural import Natural
 from ldm_jax.ops.depth_memory.token_minor import TokenMinor
-from ldm_jax.ops.planes import planes_refusal, thin_refusal
+from ldm_jax.ops.planes import stream_refusal
 from ldm_jax.ops.program import program_of
 from ldm_jax.typing import Dtype
 
@@ -92,10 +92,8 @@ def choose_form(
     "memory_dtype": jnp.dtype(memory_dtype).name,
   }
   mesh, platform = program_of(x)
-  shape = (x.shape[0], x.shape[2], x.shape[1])
   dtypes = (x.dtype, settings["memory_dtype"])
-  refusal = planes_refusal(shape, groups, dtypes, mesh, platform)
-  refusal = refusal or thin_refusal(shape, dtypes, mesh, platform)
+  refusal = stream_refusal(x.shape, groups, dtypes, mesh, platform)
   if form == "kernel" and refusal is not None:
     raise InputError(f"model.mixer.form = kernel cannot run: {refusal}, or set form to auto")
   if form == "history":

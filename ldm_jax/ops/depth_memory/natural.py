@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ldm_jax.ops.depth_memory.deferred import Covariance, Record
+from ldm_jax.ops.depth_memory.reference import eigenvalue_limit, mean_eigenvalue
 from ldm_jax.ops.normalize import inverse_rms, l2norm
 from ldm_jax.ops.products import exact_einsum
 from ldm_jax.sharding import constrain
@@ -71,10 +72,6 @@ class Natural:
   def unit(self, vectors):
     """Vectors of length 1."""
     return l2norm(vectors)
-
-  def shared(self, key, groups):
-    """One key for all groups."""
-    return jnp.broadcast_to(key, (*key.shape[:2], groups, key.shape[-1]))
 
   def constant_key(self, batch_shape):
     """(1, …, 1) / √K for all."""
@@ -284,7 +281,6 @@ def _apart(function, *operands):
   of a matrix, a sum over many outputs for each number of its transpose.  A branch is the one thing
   that it does not look through.  The other branch, NaN to NaN, is never taken by finite numbers.
   """
-
   leaves, tree = jax.tree.flatten(operands)
   arrays = [x for x in leaves if isinstance(x, jax.Array)]
 
@@ -311,9 +307,8 @@ def _write(alone, covariance, key, importance, forgetting):
 
 def _bounded(matrix, decay, forgetting):
   """λ as `reference.bounded_forgetting` bounds it, that bound, and the mean eigenvalue of Γ P."""
-  mean = jnp.trace(matrix, axis1=-2, axis2=-1) / matrix.shape[-1]
-  limit = 2.0**-13 / jnp.finfo(mean.dtype).eps
-  bound = jnp.minimum(1.0, mean / (limit * decay))
+  mean = mean_eigenvalue(matrix)
+  bound = jnp.minimum(1.0, mean / (eigenvalue_limit(mean.dtype) * decay))
   return jnp.maximum(forgetting, bound), bound, mean
 
 
@@ -364,8 +359,7 @@ def _write_backward(alone, kept, gradients):
     bounded_bar = decay_bar * decay
     raised = bound > forgetting
     bound_bar = jnp.where(raised & (bound < 1.0), bounded_bar, 0.0)
-    limit = 2.0**-13 / jnp.finfo(matrix.dtype).eps
-    diagonal_bar = bound_bar / (limit * decay * matrix.shape[-1])
+    diagonal_bar = bound_bar / (eigenvalue_limit(matrix.dtype) * decay * matrix.shape[-1])
     earlier_bar = decay_bar * bounded - bound_bar * bound / decay
     forgetting_bar = jnp.where(raised, 0.0, bounded_bar)
     return projection_bar, diagonal_bar, earlier_bar, key_bar, weight_bar / later, forgetting_bar

@@ -79,10 +79,19 @@ def bounded_forgetting(P: InverseCovariance, forgetting: PerGroup) -> jax.Array:
   Returns:
     λ with the full shape [..., G], in the dtype of P.
   """
-  mean_eigenvalue = _mean_diagonal(P)
-  limit = 2.0**-13 / jnp.finfo(P.dtype).eps
-  forgetting = jnp.broadcast_to(jnp.asarray(forgetting, P.dtype), mean_eigenvalue.shape)
-  return jnp.maximum(forgetting, jnp.minimum(1.0, mean_eigenvalue / limit))
+  mean = mean_eigenvalue(P)
+  forgetting = jnp.broadcast_to(jnp.asarray(forgetting, P.dtype), mean.shape)
+  return jnp.maximum(forgetting, jnp.minimum(1.0, mean / eigenvalue_limit(P.dtype)))
+
+
+def eigenvalue_limit(dtype: Dtype) -> float:
+  """c = 2⁻¹³ / ε, the mean eigenvalue of P that `bounded_forgetting` stops at."""
+  return 2.0**-13 / float(jnp.finfo(dtype).eps)
+
+
+def mean_eigenvalue(P: InverseCovariance) -> jax.Array:
+  """tr(P) / K, [...]."""
+  return jnp.trace(P, axis1=-2, axis2=-1) / P.shape[-1]
 
 
 def rls_write(
@@ -134,7 +143,7 @@ def rls_write(
   M_new = M.astype(dtype) + error[..., :, None] * gain[..., None, :]
 
   s = Pk * jax.lax.rsqrt(denominator)
-  floor = 0.5 * jnp.finfo(dtype).eps * _mean_diagonal(P)[..., None, None]
+  floor = 0.5 * jnp.finfo(dtype).eps * mean_eigenvalue(P)[..., None, None]
   identity = _expand_like(jnp.eye(P.shape[-1], dtype=dtype), P)
   downdate = importance[..., None] * (s[..., :, None] * s[..., None, :])
   P_new = (P - downdate + floor * identity) / forgetting[..., None, None]
@@ -193,10 +202,6 @@ def _add_outer(M, left, right):
 
 def _sum_dtype(*arrays):
   return jnp.result_type(jnp.float32, *(a.dtype for a in arrays))
-
-
-def _mean_diagonal(P):
-  return jnp.trace(P, axis1=-2, axis2=-1) / P.shape[-1]
 
 
 def _expand_like(matrix, target):

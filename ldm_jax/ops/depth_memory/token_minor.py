@@ -13,9 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from ldm_jax.ops.depth_memory.deferred import Covariance, Record
-from ldm_jax.ops.normalize import MIN_LENGTH
-from ldm_jax.ops.planes import group_products, thin_product, tokenwise, weighted_sums
-from ldm_jax.ops.planes.forms import COEFFICIENT, PLANE
+from ldm_jax.ops.depth_memory.reference import eigenvalue_limit
+from ldm_jax.ops.normalize import MIN_LENGTH, inverse_rms_of
+from ldm_jax.ops.planes import (
+  from_plane,
+  group_products,
+  place_plane,
+  thin_product,
+  to_plane,
+  tokenwise,
+  weighted_sums,
+)
+from ldm_jax.ops.planes.forms import COEFFICIENT
 from ldm_jax.sharding import constrain
 
 
@@ -47,17 +56,17 @@ class TokenMinor:
 
   def to_plane(self, x):
     """[B, T, D] -> [B, D, T]."""
-    return jnp.swapaxes(x, 1, 2)
+    return to_plane(x)
 
   def from_plane(self, plane):
     """[B, D, T] -> [B, T, D]."""
-    return jnp.swapaxes(plane, 1, 2)
+    return from_plane(plane)
 
   def latent(self, x, kernel, bias, dtype):
     """silu(W norm(x) + b), [B, R, T]."""
-    product, squares = thin_product(self.to_plane(x.astype(dtype)), kernel.T, **self._how)
-    inverse_rms = jax.lax.rsqrt(squares / x.shape[-1] + 1e-6)
-    return jax.nn.silu(product * inverse_rms + bias[None, :, None]).astype(dtype)
+    product, squares = thin_product(to_plane(x.astype(dtype)), kernel.T, **self._how)
+    product *= inverse_rms_of(squares, x.shape[-1])
+    return jax.nn.silu(product + bias[None, :, None]).astype(dtype)
 
   def vectors(self, latent, kernel, bias):
     """Affine maps [K, B, G, T] of the latent, float32."""
@@ -74,10 +83,6 @@ class TokenMinor:
   def unit(self, vectors):
     """Left for later."""
     return vectors
-
-  def shared(self, key, groups):
-    """One key for all groups."""
-    return jnp.broadcast_to(key, (*key.shape[:2], groups, key.shape[-1]))
 
   def constant_key(self, batch_shape):
     """(1, …, 1) for all."""
@@ -98,12 +103,9 @@ class TokenMinor:
     def coefficients(x):
       return constrain(x, *(None,) * (x.ndim - len(COEFFICIENT)), *COEFFICIENT)
 
-    def planes(arrays):
-      return tuple(constrain(x, *PLANE) for x in arrays)
-
     return pending.replace(
-      memory=planes(pending.memory),
-      values=planes(pending.values),
+      memory=tuple(map(place_plane, pending.memory)),
+      values=tuple(map(place_plane, pending.values)),
       records=jax.tree.map(coefficients, pending.records),
       covariance=jax.tree.map(coefficients, pending.covariance),
     )
@@ -149,18 +151,22 @@ class TokenMinor:
 
   def read(self, base, query, scale, memory, values, records, covariance):
     """base + scale · M q, see `deferred.read`."""
-    static = (len(records), bool(memory), covariance is not None, scale is not None)
-    inputs = [query, *_flat(records), *_present(covariance and covariance.matrix, scale)]
+    static, inputs = self._read_inputs(query, scale, memory, records, covariance)
     weights = tokenwise(functools.partial(_read_body, static), inputs, **self._how)
     planes = (*memory, *values)
     return self._sums(planes, weights[None], None if base is None else [base])[0]
 
+  def _read_inputs(self, query, scale, memory, records, covariance):
+    """What the bodies of a read take: how much there is of what, and arrays."""
+    static = (len(records), bool(memory), covariance is not None, scale is not None)
+    return static, [query, *_flat(records), *_present(covariance and covariance.matrix, scale)]
+
   def read_gradients(self, residual, query, scale, memory, values, records, covariance):
     """Cotangents of (query, scale, covariance), and the message to the writes."""
     (products,) = group_products((residual,), (*memory, *values), self.groups, **self._how)
-    static = (len(records), bool(memory), covariance is not None, scale is not None)
-    inputs = [query, *_flat(records), *_present(covariance and covariance.matrix, scale), products]
-    out = list(tokenwise(functools.partial(_read_gradients_body, static), inputs, **self._how))
+    static, inputs = self._read_inputs(query, scale, memory, records, covariance)
+    body = functools.partial(_read_gradients_body, static)
+    out = list(tokenwise(body, [*inputs, products], **self._how))
     query_bar, projection = out.pop(0), out.pop(0)
     writes = tuple(out.pop(0) for _ in records)
     covariance_bar = None
@@ -267,7 +273,7 @@ def _write(packed, decay, key, importance, forgetting):
   size, eps = len(key), float(jnp.finfo(jnp.float32).eps)
   key = _unit(key)
   mean = sum(packed[_place(i, i)] for i in range(size)) / size
-  bound = jnp.minimum(1.0, mean / (2.0**-13 / eps * decay))
+  bound = jnp.minimum(1.0, mean / (eigenvalue_limit(jnp.float32) * decay))
   decay = decay * jnp.maximum(forgetting, bound)
   weight = importance / decay
   projection = _times(packed, key)

@@ -16,7 +16,14 @@ from ldm_jax.ops.planes.forms import planes_refusal, thin_refusal, tokenwise_ref
 from ldm_jax.ops.planes.handed import sums_and_planes, thin_products
 from ldm_jax.ops.planes.thin import thin_product, thin_product_gradients
 from ldm_jax.ops.planes.tokenwise import tokenwise
-from ldm_jax.ops.planes.whole import from_plane, place_plane, plane_weights, takes_planes, to_plane
+from ldm_jax.ops.planes.whole import (
+  from_plane,
+  place_plane,
+  plane_weights,
+  stream_refusal,
+  takes_planes,
+  to_plane,
+)
 
 __all__ = [
   "from_plane",
@@ -24,6 +31,7 @@ __all__ = [
   "place_plane",
   "plane_weights",
   "planes_refusal",
+  "stream_refusal",
   "sums_and_planes",
   "takes_planes",
   "thin_product",

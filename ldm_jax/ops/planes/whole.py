@@ -5,13 +5,16 @@ theirs then is a weighted sum of planes or a product with few rows: one pass eac
 stream's size in between.
 """
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 from jaxtyping import Array, Float
 
 from ldm_jax.ops.planes.forms import PLANE, planes_refusal, thin_refusal, width_parts
 from ldm_jax.ops.program import program_of
 from ldm_jax.sharding import constrain
-from ldm_jax.typing import ActivationsBTD
+from ldm_jax.typing import ActivationsBTD, Dtype
 
 Plane = Float[Array, "B D T"]
 
@@ -19,10 +22,28 @@ Plane = Float[Array, "B D T"]
 def takes_planes(x: ActivationsBTD) -> bool:
   """Whether streams that start from x are planes: in programs for which their kernels can run."""
   mesh, platform = program_of(x)
-  batch, tokens, width = x.shape
-  case = ((batch, width, tokens), width_parts(mesh), (x.dtype,), mesh, platform)
-  thin_case = ((batch, width, tokens), (x.dtype,), mesh, platform)
-  return planes_refusal(*case) is None and thin_refusal(*thin_case) is None
+  return stream_refusal(x.shape, width_parts(mesh), (x.dtype,), mesh, platform) is None
+
+
+def stream_refusal(
+  shape: tuple[int, int, int],
+  groups: int,
+  dtypes: Sequence[Dtype],
+  mesh: AbstractMesh,
+  platform: str,
+) -> str | None:
+  """As `planes_refusal` and `thin_refusal`, for all kernels that streams of activations need.
+
+  Args:
+    shape: of activations, (B, T, D).
+    groups: G.
+    dtypes: of all planes, in and out.
+    mesh: that the program is compiled for.
+    platform: likewise.
+  """
+  batch, tokens, width = shape
+  plane, program = (batch, width, tokens), (dtypes, mesh, platform)
+  return planes_refusal(plane, groups, *program) or thin_refusal(plane, *program)
 
 
 def to_plane(x: ActivationsBTD) -> Plane:
