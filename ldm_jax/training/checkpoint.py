@@ -15,7 +15,7 @@ from ldm_jax import processes
 from ldm_jax.errors import TrainingError, first_line
 from ldm_jax.files import is_remote
 from ldm_jax.training.step import TrainState
-from ldm_jax.typing import PathLike
+from ldm_jax.typing import PathLike, PyTree
 
 # Orbax logs every file it touches, and the trace of each error that it then raises.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
@@ -93,6 +93,30 @@ class Checkpointer:
       )
     return None
 
+  def restore_parameters(
+    self, abstract: TrainState, step: int | None = None
+  ) -> tuple[PyTree, int] | None:
+    """The parameters and the step of one checkpoint, without the optimizer's state.
+
+    Args:
+      abstract: as for `restore_newest`.
+      step: which checkpoint; None for the newest that loads.
+
+    Returns:
+      Parameters and step; None if none of the checkpoints that were asked for loads.
+
+    Raises:
+      TrainingError: as `restore_newest`, but not if none of them loads.
+    """
+    wanted = {"params": abstract.params, "step": abstract.step}
+    restore = ocp.args.PyTreeRestore(
+      item=wanted,
+      restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+      partial_restore=True,
+    )
+    restored = self._newest(ocp.args.Composite(state=restore), step)
+    return restored and (restored["state"]["params"], int(restored["state"]["step"]))
+
   def replace(self, state: TrainState, record: Mapping[str, Any]) -> None:
     """Saves instead of all that is there, also of later steps, and blocks until that is durable.
 
@@ -129,9 +153,11 @@ class Checkpointer:
     finally:
       self._manager.close()
 
-  def _newest(self, items):
-    """The newest checkpoint whose items load."""
+  def _newest(self, items, only=None):
+    """The newest checkpoint whose items load, or step `only` of them."""
     for step in reversed(self.steps()):
+      if only not in (None, step):
+        continue
       try:
         return self._manager.restore(step, args=items)
       except (MemoryError, PermissionError, jax.errors.JaxRuntimeError) as error:

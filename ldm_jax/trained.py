@@ -1,0 +1,89 @@
+"""A trained model, loaded from the workdir of its run."""
+
+import dataclasses
+
+from etils import epath
+from jax.sharding import Mesh
+
+from ldm_jax.config import Config, MeshConfig, from_json
+from ldm_jax.errors import InputError
+from ldm_jax.files import store_errors
+from ldm_jax.model import TransformerLM
+from ldm_jax.sharding import make_mesh
+from ldm_jax.training.checkpoint import Checkpointer
+from ldm_jax.training.step import abstract_state, make_model
+from ldm_jax.typing import PathLike, PyTree
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedModel:
+  """What a checkpoint holds beside the optimizer's state.
+
+  Attributes:
+    config: of the run.
+    model: the network, in the run's compute dtype.
+    params: its parameters, float32, laid out on `mesh`.
+    step: finished optimizer steps.
+    mesh: the devices.
+  """
+
+  config: Config
+  model: TransformerLM
+  params: PyTree
+  step: int
+  mesh: Mesh
+
+
+def load_trained(
+  workdir: PathLike, step: int | None = None, folder: str = "checkpoints", mesh: Mesh | None = None
+) -> TrainedModel:
+  """Loads the parameters of a checkpoint, whatever devices they were saved on.
+
+  Args:
+    workdir: of the run, may be gs://.
+    step: which checkpoint; None for the newest that loads.
+    folder: "checkpoints", or "best" for the state of the lowest held-out loss.
+    mesh: devices to lay the parameters out on; None for all there are, with whole parameters on
+      each.
+
+  Raises:
+    InputError: if there is no run in the folder, or no such checkpoint: what there is instead.
+    TrainingError: if a checkpoint cannot be read for lack of memory or permission.
+  """
+  workdir = epath.Path(workdir)
+  config = load_run_config(workdir)
+  mesh = make_mesh(MeshConfig()) if mesh is None else mesh
+  if not (workdir / folder).is_dir():  # opening would create it
+    raise InputError(
+      f"{workdir} has no folder {folder}: let its run reach a checkpoint, or give another --workdir"
+    )
+  checkpointer = Checkpointer(workdir, 1, folder)
+  try:
+    steps = checkpointer.steps()
+    if not steps or step not in (None, *steps):
+      wanted = "a checkpoint" if step is None else f"step {step}"
+      held = f"steps {', '.join(map(str, steps))}" if steps else "nothing"
+      raise InputError(f"--workdir {workdir}: {wanted} is not in {folder}, which holds {held}")
+    restored = checkpointer.restore_parameters(abstract_state(config, mesh), step)
+  finally:
+    checkpointer.close()
+  if restored is None:
+    raise InputError(f"--workdir {workdir}: no checkpoint loads; restore one from a copy")
+  params, step = restored
+  return TrainedModel(config, make_model(config), params, step, mesh)
+
+
+def load_run_config(workdir: PathLike) -> Config:
+  """The config of the run in a workdir.
+
+  Raises:
+    InputError: if there is no run, or its `config.json` is damaged.
+  """
+  path = epath.Path(workdir) / "config.json"
+  try:
+    with store_errors(workdir):
+      return from_json(path.read_text())
+  except FileNotFoundError:
+    raise InputError(f"--workdir {workdir}: no run there, {path.name} is missing") from None
+  except (InputError, OSError, UnicodeDecodeError) as error:
+    raise InputError(f"{path}: {error}; restore the file") from error
