@@ -29,11 +29,16 @@ def _remat_policy(remat):
 
 
 class Block(nn.Module):
-  """One attention and one MLP sublayer, each inside a depth mixer."""
+  """One attention and one MLP sublayer, each inside a depth mixer.
+
+  Attributes:
+    packed: take and return streams as `DepthMixer.pack` makes them.
+  """
 
   config: ModelConfig
   index: int
   dtype: Dtype
+  packed: bool
 
   @nn.compact
   def __call__(
@@ -64,8 +69,11 @@ class Block(nn.Module):
     def drop(v, side):
       return dropout(v, config.dropout, dropout_keys, 2 * self.index + side + 1)
 
+    if self.packed:
+      streams = mixers[0].unpack(streams)
     streams = mixers[0](streams, lambda h: drop(attention(norms[0](h), positions, segment_ids), 0))
-    return mixers[1](streams, lambda h: drop(mlp(norms[1](h)), 1))
+    streams = mixers[1](streams, lambda h: drop(mlp(norms[1](h)), 1))
+    return mixers[1].pack(streams) if self.packed else streams
 
 
 class TransformerLM(nn.Module):
@@ -76,8 +84,8 @@ class TransformerLM(nn.Module):
     dtype: dtype of activations and matrix products.  Parameters are float32.
     remat: what each block recomputes in the backward pass: "none" keeps everything, "dots" keeps
       the outputs of weight products and what the attention kernel needs to go back (its output and
-      logsumexp), "full" keeps only the streams between blocks and, where the gradient of a write
-      needs them, the outputs of the two sublayers.
+      logsumexp), "full" keeps only the streams between blocks, packed, and, where the gradient of a
+      write needs them, the outputs of the two sublayers.
   """
 
   config: ModelConfig
@@ -120,17 +128,18 @@ class TransformerLM(nn.Module):
     output_mixer = make_mixer(config.mixer, last, last, self.dtype, "output_mixer")
 
     embeddings = dropout(embedder.encode(tokens), config.dropout, dropout_keys, 0)
+    packed = self.remat != "none"
+    block_class = nn.remat(Block, policy=_remat_policy(self.remat)) if packed else Block
     streams = output_mixer.init_streams(embeddings)
+    if packed:
+      streams = output_mixer.pack(streams)
     for index in range(config.blocks):
-      block = self._block_class()(config, index, self.dtype, name=f"block_{index}")
+      block = block_class(config, index, self.dtype, packed, name=f"block_{index}")
       streams = block(streams, positions, segment_ids, dropout_keys)
+    if packed:
+      streams = output_mixer.unpack(streams)
     x = output_mixer.read(streams)
     return embedder.decode(rms_norm(self.dtype, "final_norm")(x))
-
-  def _block_class(self):
-    if self.remat == "none":
-      return Block
-    return nn.remat(Block, policy=_remat_policy(self.remat))
 
 
 def attention_form(config: Config, mesh: Mesh) -> tuple[str, str]:

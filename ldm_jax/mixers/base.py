@@ -71,6 +71,17 @@ class DepthMixer(nn.Module):
     """
     raise NotImplementedError(f"{type(self).__name__} must define write")
 
+  def pack(self, streams: Any) -> Any:
+    """The streams without what `unpack` can compute again; for the border of a rematerialised block.
+
+    What is carried over such a border is kept from the forward to the backward pass.
+    """
+    return streams
+
+  def unpack(self, streams: Any) -> Any:
+    """The inverse of `pack`, to the bit."""
+    return streams
+
   def __call__(self, streams: Any, f: Sublayer) -> Any:
     """One sublayer: `write(streams, f(read(streams)))`."""
     return self.write(streams, f(self.read(streams)))

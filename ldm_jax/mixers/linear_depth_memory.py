@@ -14,6 +14,7 @@ Depth Memory tutorial; activations, initial values and the delta rule are this p
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
@@ -56,11 +57,14 @@ class DepthMemoryStreams:
 class DeferredMemoryStreams:
   """The same streams where writes are put off, see `ops.depth_memory.deferred`.
 
-  x: residual stream [B, T, D].  memory: M and P, and the writes not yet in M.  pending: as in
-  `DepthMemoryStreams`.  arithmetic: how the sums are done.  chunk: the most writes put off.
+  x: residual stream [B, T, D]; packed, zeros that carry its gradient.  base: x without the outputs
+  that are pending in the memory, or None where it is not x and their sum.  memory: M and P, and the
+  writes not yet in M.  pending: as in `DepthMemoryStreams`.  arithmetic: how the sums are done.
+  chunk: the most writes put off.
   """
 
   x: Any
+  base: Any
   memory: deferred.Pending
   pending: Any
   arithmetic: Any = flax.struct.field(pytree_node=False)
@@ -189,7 +193,9 @@ class LinearDepthMemory(DepthMixer):
       streams = DepthMemoryStreams(x, M.astype(self.memory_dtype), P, pending)
     else:
       memory = deferred.start(form.arithmetic, x.shape[:2], self.alpha)
-      streams = DeferredMemoryStreams(x, memory, pending, form.arithmetic, form.chunk)
+      starts_with_x = self._is_sum and not self.write_embedding
+      base = jax.lax.stop_gradient(x) if starts_with_x else None
+      streams = DeferredMemoryStreams(x, base, memory, pending, form.arithmetic, form.chunk)
     if self.write_embedding:
       layout = _layout(streams)
       k = layout.constant_key(x.shape[:2])
@@ -222,7 +228,9 @@ class LinearDepthMemory(DepthMixer):
     v = layout.from_plane(checkpoint_name(layout.to_plane(v), KEPT))
     x = streams.x + v if self.residual else v
     if isinstance(streams, DeferredMemoryStreams):
-      streams = streams.replace(memory=deferred.next_sublayer(streams.memory))
+      folds = len(streams.memory.values) == streams.chunk
+      base = jax.lax.stop_gradient(streams.x) if self._is_sum and folds else streams.base
+      streams = streams.replace(base=base, memory=deferred.next_sublayer(streams.memory))
     if self.write_every > 1:
       v = streams.pending + v
     if (self.index + 1) % self.write_every:
@@ -231,6 +239,32 @@ class LinearDepthMemory(DepthMixer):
       streams = streams.replace(pending=jnp.zeros_like(v))
     controls = self.write_controls(x, layout)
     return self._place(self._record(streams.replace(x=x), v, controls, self.index))
+
+  def pack(
+    self, streams: DepthMemoryStreams | DeferredMemoryStreams
+  ) -> DepthMemoryStreams | DeferredMemoryStreams:
+    """Without x where it is a sum of arrays that the streams have anyway."""
+    if not self._can_pack(streams):
+      return streams
+    return streams.replace(x=deferred.gradient_carrier(streams.x))
+
+  def unpack(
+    self, streams: DepthMemoryStreams | DeferredMemoryStreams
+  ) -> DepthMemoryStreams | DeferredMemoryStreams:
+    """With x again, added up in the order in which it grew."""
+    if not self._can_pack(streams):
+      return streams
+    values = tuple(map(streams.arithmetic.from_plane, streams.memory.values))
+    terms = values if streams.base is None else (streams.base, *values)
+    return streams.replace(x=deferred.sum_again(streams.x, terms))
+
+  def _can_pack(self, streams):
+    return self._is_sum and isinstance(streams, DeferredMemoryStreams)
+
+  @property
+  def _is_sum(self):
+    """Whether x is the embedding and all that was written since, term by term."""
+    return self.residual and self.write_every == 1
 
   def _record(self, streams, v, controls, index):
     """(k, v) enters the memory by the rule; `controls` are k, ω (or β) and λ."""

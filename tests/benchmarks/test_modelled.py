@@ -65,6 +65,10 @@ def test_what_a_block_keeps_for_the_backward_pass():
   assert per_block("preln") == 1  # what enters the block
   # Streams, and the outputs of two sublayers, that the gradients of the writes need.
   assert per_block("mhc", streams=4) == 4 + 2
+  # The outputs of two sublayers, but not x, and numbers by group: keys and weights of both, and P.
+  numbers = 2 * (1 + 1) + (1 + 1)
+  history = per_block("ldm", groups=1, key_dim=1, latent_dim=8, form="history")
+  assert history == pytest.approx(2 + numbers / config.model.width)
 
 
 def test_a_config_is_cut_to_a_chip():

@@ -26,6 +26,7 @@ class Stack(nn.Module):
   sublayers: int
   known: bool = True
   dtype: str = "float32"
+  packed: bool = False
 
   @nn.compact
   def __call__(self, x):
@@ -37,6 +38,8 @@ class Stack(nn.Module):
     streams = mixers[-1].init_streams(x)
     for index, mixer in enumerate(mixers[:-1]):
       dense = nn.Dense(x.shape[-1], use_bias=False, dtype=self.dtype, name=f"f_{index}")
+      if self.packed:
+        streams = mixer.unpack(mixer.pack(streams))
       streams = mixer(streams, lambda h, dense=dense: jnp.tanh(dense(h)))
     return mixers[-1].read(streams), streams.memory_matrix()
 
@@ -160,6 +163,28 @@ def test_bfloat16_rounds_as_often_as_it_must(form, chunk, request):
     return float(jnp.sqrt(jnp.mean(jnp.square(narrow - y))))
 
   assert error(dataclasses.replace(mixer, form=form, chunk=chunk)) <= 2 * error(mixer)
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"form": "chunked", "chunk": 2},
+    slow({"form": "history"}),
+    slow({"form": "chunked", "chunk": 3, "write_embedding": True}),
+    slow({"form": "history", "residual": False}),
+    slow({"form": "history", "write_every": 2}),
+  ],
+)
+def test_packed_streams_come_out_to_the_bit_with_all_gradients(changes):
+  mixer = dataclasses.replace(LDM, **changes)
+  x = jax.random.normal(jax.random.key(0), (B, T, D))
+  variables = nn.unbox(jax.jit(Stack(mixer, 5).init)(jax.random.key(1), x))
+  (_, expected), expected_bars = gradients(Stack(mixer, 5), variables, x)
+  (_, got), bars = gradients(Stack(mixer, 5, packed=True), variables, x)
+  for a, b in zip(got, expected, strict=True):
+    np.testing.assert_array_equal(a, b)
+  for a, b in zip(jax.tree.leaves(bars), jax.tree.leaves(expected_bars), strict=True):
+    assert jnp.linalg.norm(a - b) <= 1e-5 * jnp.linalg.norm(b)
 
 
 def test_reading_twice_is_not_a_wrong_gradient():

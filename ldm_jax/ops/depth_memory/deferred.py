@@ -189,6 +189,31 @@ def write(
   return Pending(memory, values, records, covariance, tickets)
 
 
+@jax.custom_vjp
+def gradient_carrier(x: jax.Array) -> jax.Array:
+  """Zeros whose gradient is that of x."""
+  return jnp.zeros_like(x)
+
+
+gradient_carrier.defvjp(lambda x: (gradient_carrier(x), None), lambda _, gradient: (gradient,))
+
+
+@jax.custom_vjp
+def sum_again(carrier: jax.Array, terms: tuple) -> jax.Array:
+  """A sum from left to right, whose gradient is that of the carrier alone.
+
+  The terms have their gradients from where the sum was made first.
+  """
+  del carrier
+  total, *others = terms
+  for term in others:
+    total = total + term
+  return total
+
+
+sum_again.defvjp(lambda *given: (sum_again(*given), None), lambda _, gradient: (gradient, None))
+
+
 def next_sublayer(pending: Pending) -> Pending:
   """Drops the ticket of a sublayer that has read, or that does not."""
   return pending.replace(tickets=pending.tickets[1:])
