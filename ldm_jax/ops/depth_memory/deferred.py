@@ -181,7 +181,7 @@ def write(
   covariance, record = arithmetic.write(pending.covariance, key, importance, forgetting)
   memory, index = pending.memory, len(pending.values)
   if index == 0:
-    tickets = _issue(arithmetic, len(memory), tuple(reads), value, record)
+    tickets = _issue(arithmetic, len(memory), reads, value, record)
     if memory:
       memory, tickets = _attach_memory(arithmetic, memory, tickets)
   value, record, tickets = _attach(arithmetic, index, value, record, tickets)
@@ -233,26 +233,14 @@ def fold_planes(arithmetic: Any, pending: Pending) -> tuple:
   return arithmetic.fold(*_drawn(pending))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _issue(arithmetic, planes, reads, value, record):
-  """Tickets for reads from `planes` memory planes and so many pending writes; None for 0 of them.
-
-  As a function of the first write, whose gradient they do not change: with constants instead,
-  rematerialisation would keep zeros of their size for each.
-  """
+  """Tickets for reads from `planes` memory planes and so many pending writes; None for 0 of them."""
 
   def ticket(pending):
     message = arithmetic.message_zeros(record, planes, pending)
     return Ticket(residual=jnp.zeros_like(value), uses=jnp.zeros(()), **message)
 
   return tuple(ticket(pending) if pending else None for pending in reads)
-
-
-def _issue_forward(arithmetic, planes, reads, value, record):
-  return _issue(arithmetic, planes, reads, value, record), None
-
-
-_issue.defvjp(_issue_forward, lambda *_: (None, None))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
