@@ -110,11 +110,11 @@ class _Exchange:
       raise InputError(f"{where} is {fault} {self.done // 2}; narrow `{name}` or widen the other")
 
   def check_end(self):
-    if self.done != 2 * len(self.mixers) - 1:
+    mixers, written = len(self.mixers), self.done // 2
+    if self.done != 2 * mixers - 1:
       raise InputError(
-        f"Adopted: the model has {self.done // 2} sublayers, and {self.done - self.done // 2} norms "
-        f"before them and the head; {len(self.mixers)} mixers want {len(self.mixers) - 1} and "
-        f"{len(self.mixers)}; check `reads` and `writes`"
+        f"Adopted: the model has {written} sublayers, and {self.done - written} norms before them "
+        f"and the head; {mixers} mixers want {mixers - 1} and {mixers}; check `reads` and `writes`"
       )
 
 
