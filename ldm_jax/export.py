@@ -227,8 +227,10 @@ def _appearing(folder: Path) -> Iterator[Path]:
   try:
     partial.mkdir(parents=True)
     yield partial
-    for path in (*partial.iterdir(), partial):
+    for path in partial.iterdir():
+      path.chmod(partial.stat().st_mode & 0o666)  # safetensors lets nobody else read its files
       sync(path)
+    sync(partial)
     if folder.exists():
       folder.rename(old)
     partial.rename(folder)

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import shutil
+from pathlib import Path
 
 import chex
 import jax
@@ -140,6 +141,7 @@ def test_a_small_model_is_one_file_and_the_same_bytes_every_time(tmp_path, small
     save_exported(tmp_path / name, small, ByteTokenizer())
   assert {path.name for path in (tmp_path / "a").iterdir()} == {"config.json", "model.safetensors"}
   for path in (tmp_path / "a").iterdir():
+    assert path.stat().st_mode & 0o777 == (tmp_path / "a").stat().st_mode & 0o666
     assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
 
@@ -312,6 +314,17 @@ def test_a_failed_export_leaves_nothing_and_keeps_the_old_one(tmp_path, small, s
   shutil.copytree(shelf, output)
   with pytest.raises(TrainingError, match="No space left"):
     save_exported(output, small, None, shard_bytes=LIMIT, overwrite=True)
+  monkeypatch.setattr(export, "save_file", save_file)
+  rename = Path.rename
+
+  def refused(path, target):
+    if path.suffix == ".tmp":
+      raise OSError(errno.EIO, "Input/output error")
+    return rename(path, target)
+
+  monkeypatch.setattr(Path, "rename", refused)
+  with pytest.raises(TrainingError, match="Input/output error"):
+    save_exported(output, small, None, overwrite=True)
   assert [path.name for path in tmp_path.iterdir()] == ["out"]
   assert load_exported(output, ONE).step == 7
 
