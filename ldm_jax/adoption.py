@@ -10,6 +10,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.extend
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from ldm_jax.errors import InputError
@@ -31,7 +32,7 @@ class Adopted(nn.Module):
   last module before the addition (say a dropout or layer scale), and nothing but modules may stand
   in between; with a gain of 0 the outputs are those of the model to the bit, which tells whether
   the two functions are right.  Parallel sublayers behind one norm, `nn.scan` and `nn.remat` inside
-  the model do not fit: mixers must be in the same trace for all layers.
+  the model do not fit: all layers must be in one trace, for the streams run through them.
 
   Attributes:
     model: takes and gives what it always did.
@@ -41,8 +42,8 @@ class Adopted(nn.Module):
     writes: whether a module's output, or the first of several, is what the model adds to x.
 
   Raises:
-    InputError: when called, if norms and sublayers do not alternate or are more or fewer than the
-      mixers.
+    InputError: when called, if norms and sublayers do not alternate, are more or fewer than the
+      mixers, or are inside a transformation.
   """
 
   model: nn.Module
@@ -69,6 +70,7 @@ class _Exchange:
   def __init__(self, mixers, reads, writes):
     self.mixers, self.reads, self.writes = mixers, reads, writes
     self.streams = None
+    self.trace = _trace()
     self.done = 0  # reads and writes so far: even before a read, odd before a write
     self.mixing = False  # the modules inside a mixer are not the model's
 
@@ -100,6 +102,10 @@ class _Exchange:
 
   def _check(self, module, turn, name):
     where = f"Adopted: {'/'.join(module.path) or type(module).__name__}"
+    if _trace() != self.trace:
+      raise InputError(
+        f"{where} is inside a transformation such as nn.remat or nn.scan; make the model without"
+      )
     if self.done >= 2 * len(self.mixers) - 1:
       raise InputError(
         f"{where} comes after the head's norm; give one mixer for each sublayer and one for the "
@@ -116,6 +122,10 @@ class _Exchange:
         f"Adopted: the model has {written} sublayers, and {self.done - written} norms before them "
         f"and the head; {mixers} mixers want {mixers - 1} and {mixers}; check `reads` and `writes`"
       )
+
+
+def _trace():
+  return jax.extend.core.get_opaque_trace_state(convention="flax")
 
 
 def graft(pretrained: PyTree, fresh: PyTree) -> PyTree:

@@ -24,11 +24,13 @@ class CompactBlock(nn.Module):
 
 
 class Stranger(nn.Module):
-  """A language model of one `CompactBlock`: three mixers."""
+  """A language model of one block: three mixers."""
+
+  block: type = CompactBlock
 
   @nn.compact
   def __call__(self, tokens):
-    x = CompactBlock(name="block")(nn.Embed(16, 8)(tokens))
+    x = self.block(name="block")(nn.Embed(16, 8)(tokens))
     return nn.Dense(16, name="head")(nn.LayerNorm(name="last")(x))
 
 

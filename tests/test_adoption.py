@@ -17,7 +17,7 @@ from ldm_jax import AttentionResiduals, LinearDepthMemory, PreLN
 from ldm_jax.adoption import Adopted, graft, new_leaves
 from ldm_jax.errors import InputError
 from tests.rig import ROOT
-from tests.strangers import NNXBlock, SetUpBlock, Stranger
+from tests.strangers import CompactBlock, NNXBlock, SetUpBlock, Stranger
 
 TOKENS = jax.random.randint(jax.random.key(5), (4, 6), 0, 16)
 SETTINGS = {"groups": 2, "key_dim": 3, "latent_dim": 4}
@@ -317,6 +317,13 @@ def test_griffin_of_recurrentgemma_adopts_a_depth_memory(griffin):
   last, _ = jax.jit(adopted.apply)(params, TOKENS[:, 5:], positions[:, 5:], cache)
   decoded = jnp.concatenate([first, last], axis=1)
   np.testing.assert_allclose(decoded, now(params), rtol=1e-4, atol=1e-5)
+
+
+def test_a_block_inside_a_transformation_is_refused(pretrained, fresh):
+  model = _adopted(model=Stranger(nn.remat(CompactBlock)))
+  params = {"params": graft(pretrained, fresh)}
+  with pytest.raises(InputError, match="block/LayerNorm_0 is inside a transformation"):
+    jax.eval_shape(model.apply, params, TOKENS)
 
 
 class NNXTransformer(nnx.Module):
