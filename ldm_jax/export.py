@@ -221,10 +221,10 @@ def _check_output(folder, overwrite) -> Path:
 @contextlib.contextmanager
 def _appearing(folder: Path) -> Iterator[Path]:
   """A new folder to write to, which gets its name at the end; an older one is removed then."""
-  partial, old = (
-    folder.with_name(f".{folder.name}.{os.getpid()}.{suffix}") for suffix in ("tmp", "old")
-  )
+  partial, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("tmp", "old"))
   try:
+    if partial.exists():
+      shutil.rmtree(partial)  # what a killed export left
     partial.mkdir(parents=True)
     yield partial
     for path in partial.iterdir():
@@ -232,6 +232,7 @@ def _appearing(folder: Path) -> Iterator[Path]:
       sync(path)
     sync(partial)
     if folder.exists():
+      shutil.rmtree(old, ignore_errors=True)
       folder.rename(old)
     partial.rename(folder)
     sync(folder.parent)

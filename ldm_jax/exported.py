@@ -45,7 +45,7 @@ from ldm_jax.typing import PathLike, PyTree
 FORMAT, FORMAT_VERSION = "ldm_jax", 1
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
 INDEX_FILE = "model.safetensors.index.json"
-KEYS = {
+_KEYS = {
   "format": str,
   "format_version": int,
   "step": int,
@@ -135,9 +135,9 @@ def _read_about(folder):
   if version != FORMAT_VERSION:
     raise InputError(f"{path} has format_version {version!r}, this ldm_jax reads {FORMAT_VERSION}")
   for key in about:
-    if key not in KEYS:
-      raise InputError(f"{path}: unknown key {key!r} (nearest: {nearest(key, KEYS)}); {_AGAIN}")
-  for key, kind in KEYS.items():
+    if key not in _KEYS:
+      raise InputError(f"{path}: unknown key {key!r} (nearest: {nearest(key, _KEYS)}); {_AGAIN}")
+  for key, kind in _KEYS.items():
     if not isinstance(about.get(key, ...), kind):
       raise InputError(f"{path}: {key} is missing or of the wrong type; {_AGAIN}")
   for name, entry in about["files"].items():
