@@ -1,4 +1,4 @@
-"""A trained model, loaded from the workdir of its run."""
+"""A trained model, loaded from the workdir of its run or from an export of it."""
 
 import dataclasses
 
@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from ldm_jax.config import Config, MeshConfig, from_json
 from ldm_jax.errors import InputError
+from ldm_jax.exported import is_export, read_export
 from ldm_jax.files import store_errors
 from ldm_jax.model import TransformerLM
 from ldm_jax.sharding import make_mesh
@@ -20,7 +21,7 @@ class TrainedModel:
   """What a checkpoint holds beside the optimizer's state.
 
   Attributes:
-    config: of the run.
+    config: of the run; an export knows less, see `exported.read_export`.
     model: the network, in the run's compute dtype.
     params: its parameters, float32, laid out on `mesh`.
     step: finished optimizer steps.
@@ -40,19 +41,22 @@ def load_trained(
   """Loads the parameters of a checkpoint, whatever devices they were saved on.
 
   Args:
-    workdir: of the run, may be gs://.
-    step: which checkpoint; None for the newest that loads.
+    workdir: of the run, may be gs://; or a folder that `python -m ldm_jax.export` wrote.
+    step: which checkpoint; None for the newest that loads.  An export has one step only.
     folder: "checkpoints", or "best" for the state of the lowest held-out loss.
     mesh: devices to lay the parameters out on; None for all there are, with whole parameters on
       each.
 
   Raises:
-    InputError: if there is no run in the folder, or no such checkpoint: what there is instead.
+    InputError: if there is no run in the folder, or no such checkpoint: what there is instead; if
+      an export is damaged.
     TrainingError: if a checkpoint cannot be read for lack of memory or permission.
   """
   workdir = epath.Path(workdir)
-  config = load_run_config(workdir)
   mesh = make_mesh(MeshConfig()) if mesh is None else mesh
+  if is_export(workdir):
+    return _load_export(workdir, step, folder, mesh)
+  config = load_run_config(workdir)
   if not (workdir / folder).is_dir():  # opening would create it
     raise InputError(
       f"{workdir} has no folder {folder}: let its run reach a checkpoint, or give another --workdir"
@@ -71,6 +75,13 @@ def load_trained(
     raise InputError(f"--workdir {workdir}: no checkpoint loads; restore one from a copy")
   params, step = restored
   return TrainedModel(config, make_model(config), params, step, mesh)
+
+
+def _load_export(folder, step, part, mesh):
+  config, params, held = read_export(folder, mesh)
+  if step not in (None, held) or part != "checkpoints":
+    raise InputError(f"{folder} is an export of step {held} and holds nothing else")
+  return TrainedModel(config, make_model(config), params, held, mesh)
 
 
 def load_run_config(workdir: PathLike) -> Config:

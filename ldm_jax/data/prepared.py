@@ -110,7 +110,7 @@ class PreparedData:
     """
     self._folder = epath.Path(folder)
     self.meta = _read_meta(self._folder)
-    self.tokenizer = self._read_tokenizer()
+    self.tokenizer = _read_tokenizer(self._folder, self.meta)
     for part in PARTS:
       for shard in self.meta["shards"][part]:
         _check_shard(self._folder / shard["name"], shard, self.tokenizer.dtype.itemsize)
@@ -122,17 +122,15 @@ class PreparedData:
       self._folder, self.meta["shards"][part], self.tokenizer.boundary, self.tokenizer.dtype.str
     )
 
-  def _read_tokenizer(self) -> Tokenizer:
-    about, path = self.meta["tokenizer"], self._folder / TOKENIZER_FILE
-    if about["kind"] == ByteTokenizer.kind:
-      return ByteTokenizer()
-    try:
-      text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-      raise InputError(f"{path}: {error}; {_REMAKE}") from error
-    if hashlib.sha256(text.encode()).hexdigest() != about["sha256"]:
-      raise InputError(f"{path} is not the tokenizer this data set was made with; {_REMAKE}")
-    return HuggingFaceTokenizer(text, about["boundary_token"], str(path))
+
+def prepared_tokenizer(folder: PathLike) -> Tokenizer:
+  """The tokenizer of a prepared data set, whose shards are not looked at.
+
+  Raises:
+    InputError: if there is no data set, or its tokenizer is not the one it was made with.
+  """
+  folder = epath.Path(folder)
+  return _read_tokenizer(folder, _read_meta(folder))
 
 
 def fingerprint(meta: dict[str, Any]) -> str:
@@ -143,6 +141,19 @@ def fingerprint(meta: dict[str, Any]) -> str:
   }
   text = json.dumps([about, ids], sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _read_tokenizer(folder, meta) -> Tokenizer:
+  about, path = meta["tokenizer"], folder / TOKENIZER_FILE
+  if about["kind"] == ByteTokenizer.kind:
+    return ByteTokenizer()
+  try:
+    text = path.read_text(encoding="utf-8")
+  except (OSError, UnicodeDecodeError) as error:
+    raise InputError(f"{path}: {error}; {_REMAKE}") from error
+  if hashlib.sha256(text.encode()).hexdigest() != about["sha256"]:
+    raise InputError(f"{path} is not the tokenizer this data set was made with; {_REMAKE}")
+  return HuggingFaceTokenizer(text, about["boundary_token"], str(path))
 
 
 def _read_meta(folder):
