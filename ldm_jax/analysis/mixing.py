@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from ldm_jax.analysis.replay import Moment, Sources
 from ldm_jax.ops.products import exact_einsum
+from ldm_jax.typing import AnyArray
 
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 
@@ -33,7 +34,7 @@ class Mixing(NamedTuple):
 
 
 def measure_read(
-  moment: Moment, sources: Sources, read: Float[Array, "n D"]
+  moment: Moment, sources: Sources, read: Float[AnyArray, "n D"]
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
   """One row of each field of `Mixing`.
 
