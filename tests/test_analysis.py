@@ -1,6 +1,7 @@
 """The looks inside a model: exact against its own reads, the memory's closed form, and by hand."""
 
 import contextlib
+import dataclasses
 import io
 import json
 
@@ -32,13 +33,12 @@ from ldm_jax.training.checkpoint import Checkpointer
 from ldm_jax.training.step import (
   abstract_state,
   compile_train_step,
-  init_state,
   make_eval_step,
   make_model,
   put_batch,
 )
 from ldm_jax.training.workdir import save_config
-from tests.rig import MECHANISMS, VARIANTS, with_kind
+from tests.rig import MECHANISMS, VARIANTS, with_kind, with_model
 
 TRAINED = with_kind("rls")
 TOKENS = 8  # one number everywhere: operations are compiled once for it
@@ -46,11 +46,17 @@ TOKENS = 8  # one number everywhere: operations are compiled once for it
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-  """A run of twelve steps, saved twice."""
+  """A run of twelve steps from random numbers, saved twice."""
   workdir, mesh = tmp_path_factory.mktemp("run"), one_device()
   save_config(workdir, TRAINED)
   dataset, checkpointer = load_dataset(TRAINED), Checkpointer(workdir, 2)
-  state = init_state(TRAINED, mesh)
+  abstract = abstract_state(TRAINED, mesh)
+  state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), abstract)
+  state = state.replace(
+    params=jax.tree.map(
+      lambda x, like: jax.device_put(x, like.sharding), random_model(TRAINED)[1], abstract.params
+    )
+  )
   with jax.set_mesh(mesh):
     step = compile_train_step(TRAINED, state, put_batch(mesh, dataset.train_batch(0)))
     for number in range(12):
@@ -397,6 +403,15 @@ def test_refusals_leave_nothing_behind(workdir, tmp_path, monkeypatch, changes, 
   with pytest.raises(InputError, match=message):
     command.main(argv)
   assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_memory_that_nothing_is_written_to_has_no_inside():
+  config = with_kind("rls")
+  mixer = dataclasses.replace(config.model.mixer, write_every=9)
+  found = analyse(*random_model(with_model(config, mixer=mixer)), random_batch(), 8)
+  assert found.memory is None
+  np.testing.assert_array_equal(found.mixing.weights[-1], np.ones((5, 4)))
 
 
 def test_rows_without_a_real_token_are_refused():

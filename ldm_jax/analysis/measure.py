@@ -16,7 +16,6 @@ from ldm_jax.analysis.replay import replay
 from ldm_jax.config import Config, TrainConfig
 from ldm_jax.data.packing import Batch
 from ldm_jax.errors import InputError
-from ldm_jax.mixers import LinearDepthMemory
 from ldm_jax.model import TransformerLM
 from ldm_jax.training.depth_metrics import make_depth_step, sublayer_values
 from ldm_jax.training.step import TrainState, compiler_options, put_batch
@@ -33,7 +32,7 @@ class Analysis(NamedTuple):
   tokens: how many were looked at one by one.
   loss: mean cross-entropy of the batch, nats per token.
   mixing: the effective depth-mixing matrix.
-  memory: the inside of the depth memory; None for other mixers.
+  memory: the inside of the depth memory; None for other mixers, and if nothing is ever written.
   depth: `stream_rms`, `output_rms` and `output_gradient_norm` over all of the batch, see
     `training.depth_metrics.sublayer_values`.
   """
@@ -130,14 +129,14 @@ def _mixer_parameters(params):
 
 def _look(model, params, captured):
   """Operation by operation: compiled as one program, it would take longer with every layer."""
-  sources, rows = captured.sources, []
-  memory = MemoryMeasurement(sources, _write_sources(model))
+  sources, rows, writes = captured.sources, [], _write_sources(model)
+  memory = MemoryMeasurement(sources, writes) if writes else None
   for moment in replay(model, params, sources):
     rows.append(measure_read(moment, sources, captured.reads[moment.index]))
-    if isinstance(moment.mixer, LinearDepthMemory):
+    if memory is not None:
       memory.add(moment)
   mixing = Mixing(*(np.stack(column) for column in zip(*rows, strict=True)))
-  return mixing, memory.result() if model.config.mixer.kind == "ldm" else None
+  return mixing, memory and memory.result()
 
 
 def _write_sources(model):
