@@ -30,8 +30,9 @@ def _mixing(analysis):
   figure, (left, right) = _figure(
     analysis,
     "What each sublayer reads",
-    "Left: the factor that each source has in a read h = Σ W v, mean over tokens. Right: how much "
-    "of the read it accounts for in size and direction; a row adds up to 1.",
+    "Left: the factor W that each source has in a read h = Σ W v; a residual stream has 1 "
+    "everywhere. Right: how much of the read it accounts for in size and direction; a row adds up "
+    "to 1.",
     columns=2,
   )
   plots.plot_weights(left, analysis)

@@ -28,7 +28,7 @@ def plot_weights(axes: Axes, analysis: Analysis, group: int | None = None) -> No
   values = _of_group(analysis.mixing.weights, group)
   middle = 1.0 if np.nanmedian(values) > 0.5 else 0.0
   reach = np.nanmax(np.abs(values - middle), initial=0) or 1.0
-  label = "weight W, mean over tokens" + "; white: 1, a residual stream" * (middle == 1.0)
+  label = "W, mean over tokens" + "; white: 1" * (middle == 1.0)
   limits = (middle - reach, middle + reach)
   _heatmap(axes, values, analysis.reads, analysis.sources, label, signed=True, limits=limits)
   axes.set_title(_titled("Weight of each source in each read", group))

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 
 from ldm_jax.analysis.measure import Analysis
+from ldm_jax.analysis.memory import Memory
+from ldm_jax.analysis.mixing import Mixing
 from ldm_jax.analysis.plots import write_names
 
 _LISTED = 5
@@ -17,20 +19,19 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
 
   NaN and infinity, which JSON lacks, are None.
   """
-  memory = analysis.memory
-  return {
-    **analysis._asdict(),
-    "mixing": {name: _listed(array) for name, array in analysis.mixing._asdict().items()},
-    "memory": memory and {name: _listed(array) for name, array in memory._asdict().items()},
-  }
+  return _plain(analysis._asdict())
 
 
-def _listed(array):
-  if isinstance(array, list):
-    return [_listed(part) for part in array]
-  if isinstance(array, float):
-    return array if math.isfinite(array) else None
-  return _listed(np.asarray(array, np.float64).tolist())
+def _plain(value):
+  if isinstance(value, Mixing | Memory):
+    value = value._asdict()
+  if isinstance(value, dict):
+    return {name: _plain(part) for name, part in value.items()}
+  if isinstance(value, np.ndarray):
+    value = value.astype(np.float64).tolist()
+  if isinstance(value, list | tuple):
+    return [_plain(part) for part in value]
+  return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def summary(analysis: Analysis) -> Iterator[str]:
