@@ -38,7 +38,7 @@ from ldm_jax.training.step import (
   put_batch,
 )
 from ldm_jax.training.workdir import save_config
-from tests.rig import MECHANISMS, VARIANTS, with_kind, with_model
+from tests.rig import VARIANTS, with_kind, with_model
 
 TRAINED = with_kind("rls")
 TOKENS = 8  # one number everywhere: operations are compiled once for it
@@ -150,7 +150,7 @@ def check_reads(moments, seen, tolerance=1e-4):
 # What a read is made of
 
 
-@pytest.mark.parametrize("name", sorted(set(MECHANISMS) - {"rls"}))
+@pytest.mark.parametrize("name", ["preln", "attnres", "hc"])
 def test_the_weights_of_the_sources_make_up_what_the_model_reads(name):
   config = with_kind(name, remat="full" if name == "attnres" else "none")
   looked = look_at(*random_model(config), random_batch())
@@ -164,7 +164,7 @@ def test_the_weights_of_the_sources_make_up_what_the_model_reads(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(VARIANTS) - {"preln", "hc", "mhc", "attnres"}))
+@pytest.mark.parametrize("name", sorted(set(VARIANTS) - {"preln", "attnres", "hc"}))
 def test_the_weights_of_every_variant_make_up_what_the_model_reads(name):
   tolerance = 2e-2 if name == "bfloat16_memory" else 1e-4
   check_reads(*look_at(*random_model(with_kind(name)), random_batch()), tolerance)
