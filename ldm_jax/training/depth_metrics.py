@@ -125,6 +125,17 @@ def depth_values(sums: DepthSums, metrics: StepMetrics, params: PyTree) -> dict[
     params: parameters, for their names; the values are not used.
 
   Returns:
+    What `sublayer_values` returns, and
+    parameter_gradient_norm: norm of the gradient of the mean loss with respect to the parameters of
+      each part of the model: embedder, block_0, …; before clipping.
+  """
+  return {**sublayer_values(sums), "parameter_gradient_norm": _norms_by_part(metrics, params)}
+
+
+def sublayer_values(sums: DepthSums) -> dict[str, Any]:
+  """Sizes along the depth, from arrays on the host.
+
+  Returns:
     stream_rms: for each stream its RMS per entry, a list over sublayers 0 … L−1 and the head (L),
       as each finds it before it reads; None where the stream does not exist.  Names are those of
       the fields: x for PreLN; x, M, P (and pending) for the depth memory; X/0 … X/N−1 for
@@ -134,8 +145,6 @@ def depth_values(sums: DepthSums, metrics: StepMetrics, params: PyTree) -> dict[
     output_rms: RMS per entry of each sublayer's output v.
     output_gradient_norm: norm, over the whole batch, of the gradient of the mean loss with respect
       to v, z-loss included.
-    parameter_gradient_norm: norm of the gradient of the mean loss with respect to the parameters of
-      each part of the model: embedder, block_0, …; before clipping.
   """
   names = sorted({name for streams in sums.streams for name in streams})
   return {
@@ -145,7 +154,6 @@ def depth_values(sums: DepthSums, metrics: StepMetrics, params: PyTree) -> dict[
     },
     "output_rms": [_root(square) for square in sums.outputs],
     "output_gradient_norm": [_root(square) / max(int(sums.tokens), 1) for square in sums.gradients],
-    "parameter_gradient_norm": _norms_by_part(metrics, params),
   }
 
 
