@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Key
 
+from ldm_jax.cache import Cache, KeyValues, add_tokens, overflows
 from ldm_jax.config import Config, ModelConfig
 from ldm_jax.layers import Attention, Embedder, SwiGLU, dropout, rms_norm
 from ldm_jax.mixers import make_mixer
@@ -42,8 +43,9 @@ class Block(nn.Module):
     positions: TokensBT,
     segment_ids: TokensBT,
     dropout_keys: Key[Array, " B"] | None,
+    cache: tuple[KeyValues, Cache] | None,
   ) -> Any:
-    """Carries the streams through both sublayers."""
+    """Carries the streams through both sublayers; with a cache also returns what attention does."""
     config = self.config
     attention = Attention(
       heads=config.heads,
@@ -64,8 +66,18 @@ class Block(nn.Module):
     def drop(v, side):
       return dropout(v, config.dropout, dropout_keys, 2 * self.index + side + 1)
 
-    streams = mixers[0](streams, lambda h: drop(attention(norms[0](h), positions, segment_ids), 0))
-    return mixers[1](streams, lambda h: drop(mlp(norms[1](h)), 1))
+    layer = None
+
+    def attend(h):
+      nonlocal layer
+      v = attention(norms[0](h), positions, segment_ids, cache)
+      if cache is not None:
+        v, layer = v
+      return drop(v, 0)
+
+    streams = mixers[0](streams, attend)
+    streams = mixers[1](streams, lambda h: drop(mlp(norms[1](h)), 1))
+    return streams if cache is None else (streams, layer)
 
 
 class TransformerLM(nn.Module):
@@ -91,7 +103,8 @@ class TransformerLM(nn.Module):
     positions: TokensBT | None = None,
     segment_ids: TokensBT | None = None,
     dropout_keys: Key[Array, " B"] | None = None,
-  ) -> Float[Array, "B T padded_vocab_size"]:
+    cache: Cache | None = None,
+  ) -> Float[Array, "B T padded_vocab_size"] | tuple[Float[Array, "B T padded_vocab_size"], Cache]:
     """Next-token logits.
 
     Args:
@@ -99,12 +112,21 @@ class TransformerLM(nn.Module):
       positions: position of each token in its document; 0 … T−1 if not given.
       segment_ids: documents of a packed row, attention stays inside one; all the same if not given.
       dropout_keys: a random key for each row, to train with `config.dropout`; None drops nothing.
+      cache: to decode, the tokens before these (`ldm_jax.cache.empty_cache` at first), to which
+        they attend as if all were one input; `positions` must then be given, and segment id 0 is
+        padding.
 
     Returns:
-      float32 [B, T, vocab_size rounded up to 128]; the padding ids are at −1e9.
+      float32 [B, T, vocab_size rounded up to 128]; the padding ids are at −1e9.  With a cache also
+      the cache with the tokens in it, and logits that are NaN if they had no slots left.
+
+    Raises:
+      ValueError: if the cache has fewer than T slots, or comes without positions.
     """
     config = self.config
     if positions is None:
+      if cache is not None:
+        raise ValueError("tokens that go on from a cache need `positions`")
       positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     if segment_ids is None:
       segment_ids = jnp.ones_like(tokens)
@@ -120,12 +142,22 @@ class TransformerLM(nn.Module):
     output_mixer = make_mixer(config.mixer, last, last, self.dtype, "output_mixer")
 
     embeddings = dropout(embedder.encode(tokens), config.dropout, dropout_keys, 0)
-    streams = output_mixer.init_streams(embeddings)
+    streams, layers = output_mixer.init_streams(embeddings), []
+    filled = None if cache is None else add_tokens(cache, segment_ids)
     for index in range(config.blocks):
       block = self._block_class()(config, index, self.dtype, name=f"block_{index}")
-      streams = block(streams, positions, segment_ids, dropout_keys)
+      own = None if filled is None else (filled.layers[index], filled)
+      streams = block(streams, positions, segment_ids, dropout_keys, own)
+      if filled is not None:
+        streams, layer = streams
+        layers.append(layer)
     x = output_mixer.read(streams)
-    return embedder.decode(rms_norm(self.dtype, "final_norm")(x))
+    logits = embedder.decode(rms_norm(self.dtype, "final_norm")(x))
+    if cache is None:
+      return logits
+    logits = jnp.where(overflows(cache, tokens.shape[1]), jnp.nan, logits)
+    length = cache.length + tokens.shape[1]
+    return logits, filled._replace(layers=tuple(layers), length=length)
 
   def _block_class(self):
     if self.remat == "none":
