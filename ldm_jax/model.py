@@ -1,5 +1,6 @@
 """The decoder-only transformer: an explicit loop over layers that carries the streams."""
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -163,6 +164,16 @@ class TransformerLM(nn.Module):
     if self.remat == "none":
       return Block
     return nn.remat(Block, policy=_remat_policy(self.remat))
+
+
+def portable(model: TransformerLM) -> TransformerLM:
+  """The same model to run forwards anywhere: in place of forms for TPUs, what can run is taken."""
+  config, mixer = model.config, model.config.mixer
+  if mixer.form == "kernel":
+    mixer = dataclasses.replace(mixer, form="auto")
+  attention = "auto" if config.attention == "splash" else config.attention
+  config = dataclasses.replace(config, mixer=mixer, attention=attention)
+  return model.clone(config=config, remat="none")
 
 
 def attention_form(config: Config, mesh: Mesh) -> tuple[str, str]:

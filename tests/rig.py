@@ -10,10 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from ldm_jax import Config, MixerConfig, ModelConfig
+from ldm_jax import Config, MixerConfig, ModelConfig, TransformerLM
 from ldm_jax.comparison import Comparison
 from ldm_jax.config import (
   DataConfig,
@@ -27,6 +30,7 @@ from ldm_jax.data import Dataset
 from ldm_jax.sharding import make_mesh
 from ldm_jax.training.checkpoint import Checkpointer
 from ldm_jax.training.step import abstract_state
+from ldm_jax.typing import PyTree
 
 __all__ = [
   "ABLATIONS",
@@ -36,6 +40,7 @@ __all__ = [
   "ablations",
   "final_state",
   "needs_libtpu",
+  "random_params",
   "refusal",
   "signal_at",
   "tiny_comparison",
@@ -113,6 +118,14 @@ def signal_at(monkeypatch, step: int, number: signal.Signals) -> None:
       yield signalled(batches)
 
   monkeypatch.setattr(Dataset, "train_batches", train_batches)
+
+
+def random_params(model: TransformerLM, scale: float = 0.3) -> PyTree:
+  """Parameters of which nothing is zero: every gate is open and every query says something."""
+  shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))
+  rng = np.random.default_rng(1)
+  draw = lambda leaf: jnp.asarray(rng.normal(0.0, scale, leaf.shape), leaf.dtype)
+  return jax.tree.map(draw, nn.unbox(shapes["params"]))
 
 
 def with_model(config: Config, **changes) -> Config:
