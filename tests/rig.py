@@ -30,6 +30,7 @@ from ldm_jax.data import Dataset
 from ldm_jax.sharding import make_mesh
 from ldm_jax.training.checkpoint import Checkpointer
 from ldm_jax.training.step import abstract_state
+from ldm_jax.training.workdir import save_config
 from ldm_jax.typing import PyTree
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
   "needs_libtpu",
   "random_params",
   "refusal",
+  "save_run",
   "signal_at",
   "tiny_comparison",
   "tiny_config",
@@ -49,6 +51,7 @@ __all__ = [
   "with_kind",
   "with_mixer",
   "with_model",
+  "with_section",
   "write_config",
 ]
 
@@ -126,6 +129,19 @@ def random_params(model: TransformerLM, scale: float = 0.3) -> PyTree:
   rng = np.random.default_rng(1)
   draw = lambda leaf: jnp.asarray(rng.normal(0.0, scale, leaf.shape), leaf.dtype)
   return jax.tree.map(draw, nn.unbox(shapes["params"]))
+
+
+def save_run(workdir: Path, config: Config) -> Path:
+  """A workdir with a checkpoint of step 0, whose parameters are `random_params`."""
+  workdir.mkdir(exist_ok=True)
+  save_config(workdir, config)
+  mesh = make_mesh(config.mesh)
+  state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_state(config, mesh))
+  checkpointer = Checkpointer(workdir, 1)
+  params = random_params(TransformerLM(config.model))
+  checkpointer.save(state.replace(params=params), {"tokens": 0})
+  checkpointer.close()
+  return workdir
 
 
 def with_model(config: Config, **changes) -> Config:

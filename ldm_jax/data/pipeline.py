@@ -94,7 +94,7 @@ class Dataset:
     limit = count * self.batch_size or len(rows)
     return list(batches_of(rows, limit, self.batch_size))
 
-  def evaluation_rows(self, part: str = "held_out") -> Sequence[Batch]:
+  def evaluation_rows(self, part: str = "held_out") -> grain.MapDataset:
     """The rows of a part, "held_out" or "train", in the order of which evaluations take the first.
 
     It has nothing to do with the order in which training takes them.
@@ -113,7 +113,7 @@ class Dataset:
     return grain.MapDataset.source(self.train_rows).shuffle(seed=self.seed).repeat()
 
 
-def batches_of(rows: Sequence[Batch], limit: int, batch_size: int) -> Iterator[Batch]:
+def batches_of(rows: Rows | grain.MapDataset, limit: int, batch_size: int) -> Iterator[Batch]:
   """The first `limit` rows, or all there are, as batches [B, T]; the last one has padding rows."""
   limit = min(limit, len(rows))
   for start in range(0, limit, batch_size):

@@ -207,7 +207,8 @@ def _place(mesh, tree):
   parts = mesh.shape.get("tensor", 1)
 
   def place(x):
-    spec = [rows] if x.ndim else []
+    # Without None at the end, as programs return it: another spelling would compile them again.
+    spec = [rows] if x.ndim and rows else []
     if x.ndim == 4 and x.shape[2] % parts == 0 and parts > 1:
       spec = [rows, None, "tensor"]
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))

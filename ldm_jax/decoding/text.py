@@ -102,5 +102,4 @@ def _continuation(tokenizer, start, start_text, new):
 
 
 def _settled(text):
-  kept = text.rstrip("\ufffd")
-  return text if len(text) - len(kept) > _LONGEST_INCOMPLETE else kept
+  return text[: max(len(text.rstrip("\ufffd")), len(text) - _LONGEST_INCOMPLETE)]

@@ -36,7 +36,7 @@ def tiny():
   ],
 )
 def test_greedy_ids_are_those_of_the_full_forward_pass(name):
-  decode, ids = make_decoder(name), list(PROMPT)
+  decode, ids = make_decoder(name, blocks=1), list(PROMPT)
   full = jax.jit(lambda tokens: decode.model.apply({"params": decode.params}, tokens))
   for _ in range(50):
     row = np.zeros((1, 64), np.int32)
@@ -46,16 +46,15 @@ def test_greedy_ids_are_those_of_the_full_forward_pass(name):
 
 
 def test_a_row_does_not_depend_on_the_rest_of_the_batch(tiny):
-  prompts = [PROMPT, [256], [256, *b"a much longer prompt than that"]]
-  sampling = Sampling(1.0, 50, 0.9)
+  prompts = [PROMPT, [256], PROMPT, [256, *b"a longer one"]]
+  sampling = Sampling(1.0)
   together = tiny.generate(prompts, 20, sampling, seed=4)
-  for number in range(3):
-    others = [[256, 7]] * 3
+  for number in (0, 3):
+    others = [[256, 7]] * 4
     others[number] = prompts[number]
     assert tiny.generate(others, 20, sampling, seed=4)[number] == together[number]
   assert tiny.generate(prompts[:1], 20, sampling, seed=4) == together[:1]
-  first, second = tiny.generate([PROMPT, PROMPT], 20, sampling, seed=4)
-  assert first == together[0] != second
+  assert together[0] != together[2]
   assert tiny.generate([PROMPT], 20, sampling, seed=5) != together[:1]
 
 
@@ -92,8 +91,6 @@ def test_padded_and_unknown_ids_never_come_out():
   assert len(found) > 150
   assert max(found) < 200
   assert 5 not in found
-  rows = make_decoder(blocks=1).generate([[1]] * 20, 100, Sampling(5.0))
-  assert max(map(max, rows)) < 257
 
 
 @pytest.mark.parametrize(
@@ -138,10 +135,13 @@ def test_a_long_prompt_goes_in_by_chunks(tiny, monkeypatch):
   assert tiny.generate([prompt, [256]], 8, GREEDY) == whole
 
 
-@pytest.mark.parametrize("changes", [{"form": "kernel"}, {"form": "history"}, {"form": "state"}])
-def test_a_model_that_names_a_form_decodes_all_the_same(tiny, changes):
+@pytest.mark.parametrize(
+  "form",
+  ["kernel", *(pytest.param(form, marks=pytest.mark.slow) for form in ("history", "state"))],
+)
+def test_a_model_that_names_a_form_decodes_all_the_same(form):
   config = with_model(with_kind("rls"), blocks=1, attention="splash")
-  mixer = dataclasses.replace(config.model.mixer, **changes)
+  mixer = dataclasses.replace(config.model.mixer, form=form)
   decode = make_decoder("rls", blocks=1)
   named = dataclasses.replace(
     decode, model=TransformerLM(dataclasses.replace(config.model, mixer=mixer), remat="full")
@@ -150,20 +150,26 @@ def test_a_model_that_names_a_form_decodes_all_the_same(tiny, changes):
 
 
 @pytest.mark.parametrize(
-  "shape", [(8, 1, 1, 1), (2, 2, 2, 1), pytest.param((1, 1, 2, 4), marks=pytest.mark.slow)], ids=str
+  ("shape", "rows"),
+  [
+    ((2, 2, 2, 1), 4),
+    pytest.param((8, 1, 1, 1), 1, marks=pytest.mark.slow),
+    pytest.param((8, 1, 1, 1), 8, marks=pytest.mark.slow),
+    pytest.param((1, 1, 2, 4), 1, marks=pytest.mark.slow),
+  ],
+  ids=str,
 )
-def test_any_mesh_gives_the_same_ids(shape):
-  config = tiny_config("ldm")
+def test_any_mesh_gives_the_same_ids_and_compiles_once(shape, rows):
+  config = with_model(tiny_config("ldm"), blocks=1)
   mesh = make_mesh(MeshConfig(*shape))
-  alone = make_decoder("rls")
+  alone = make_decoder("rls", blocks=1)
   shardings = jax.tree.map(
     lambda x: x.sharding,
     abstract_state(with_model(config, mixer=with_kind("rls").model.mixer), mesh),
   ).params
   split = dataclasses.replace(alone, params=jax.device_put(alone.params, shardings))
-  for prompts in ([PROMPT], [PROMPT, [256]] * 4):
-    assert split.generate(prompts, 12, GREEDY) == alone.generate(prompts, 12, GREEDY)
+  prompts = [PROMPT, [256], PROMPT[:3], [256]] * 2
   before = decoder._decode._cache_size()
-  looks = [look.ids for look in split.stream([PROMPT], 12, GREEDY, stride=4)]
-  assert looks[-1] == alone.generate([PROMPT], 12, GREEDY)
-  assert decoder._decode._cache_size() == before
+  looks = [look.ids for look in split.stream(prompts[:rows], 12, GREEDY, stride=4)]
+  assert decoder._decode._cache_size() == before + 1
+  assert looks[-1] == alone.generate(prompts[:rows], 12, GREEDY)
