@@ -1,7 +1,7 @@
 """A run's model for EleutherAI's LM Evaluation Harness, as model "ldm_jax".
 
     pip install -e '.[lm-eval]'
-    python -m ldm_jax.lm_eval_adapter --model ldm_jax --model_args workdir=runs/ldm_tiny \\
+    python -m ldm_jax.lm_eval_adapter run --model ldm_jax --model_args workdir=runs/ldm_tiny \\
       --tasks lambada_openai
 
 This is the harness's own command with one more model; see `python -m lm_eval --help`.  --model_args
@@ -15,15 +15,16 @@ into tokens: as a whole, so that a continuation need not begin with a token of i
 
 import logging
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from ldm_jax.command_line import run_command
 from ldm_jax.data import Batch, load_tokenizer_of
 from ldm_jax.decoding import Sampling, text_decoder
 from ldm_jax.errors import InputError
@@ -229,7 +230,11 @@ def _settings(given):
   return until, count, Sampling(temperature, top_k, top_p)
 
 
-if __name__ == "__main__":
-  from lm_eval.__main__ import cli_evaluate
+def main() -> int:
+  """The harness's own command line."""
+  cli_evaluate()
+  return 0
 
-  sys.exit(cli_evaluate())
+
+if __name__ == "__main__":
+  run_command(main)
