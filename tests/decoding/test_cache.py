@@ -33,8 +33,8 @@ def setup(name, **changes):
 def cached_logits(model, params, tokens, chunks, pads=0):
   """Logits of all tokens, given in chunks of these sizes behind `pads` slots of padding."""
   cache = empty_cache(model.config, len(tokens), SLOTS, jnp.float32)
-  if pads:
-    zeros = jnp.zeros((len(tokens), pads), jnp.int32)
+  for _ in range(pads):
+    zeros = jnp.zeros((len(tokens), 1), jnp.int32)
     _, cache = extend(model, params, cache, zeros, zeros, zeros)
   logits, start = [], 0
   for size in chunks:
@@ -83,7 +83,7 @@ def test_grouped_heads_and_their_norm_decode_too():
 
 
 def test_padding_on_the_left_changes_nothing():
-  model, params, tokens = setup("rls", blocks=1)
+  model, params, tokens = setup("preln", blocks=1)
   padded = cached_logits(model, params, tokens, [16, 1, 1], pads=4)
   np.testing.assert_allclose(
     padded[..., :257], full(model, params, tokens)[:, :18, :257], atol=1e-4
@@ -92,14 +92,15 @@ def test_padding_on_the_left_changes_nothing():
 
 def test_slots_that_run_out_are_refused_or_poison_the_logits():
   model, params, tokens = setup("preln", blocks=1)
-  cache = empty_cache(model.config, 2, 16, jnp.float32)
-  ones = jnp.ones((2, 20), jnp.int32)
+  cache = empty_cache(model.config, 2, SLOTS, jnp.float32)
+  ones = jnp.ones((2, 16), jnp.int32)
   positions = jnp.cumsum(ones, axis=1) - 1
-  with pytest.raises(ValueError, match="20 tokens for a cache of 16 slots"):
-    extend(model, params, cache, tokens, positions, ones)
-  logits, cache = extend(model, params, cache, tokens[:, :16], positions[:, :16], ones[:, :16])
+  logits, cache = extend(model, params, cache, tokens[:, :16], positions, ones)
   assert np.isfinite(logits).all()
-  logits, _ = extend(model, params, cache, tokens[:, :1], positions[:, :1], ones[:, :1])
+  logits, _ = extend(model, params, cache, tokens[:, :16], positions, ones)
   assert np.isnan(logits).all()
+  small = empty_cache(model.config, 2, 8, jnp.float32)
+  with pytest.raises(ValueError, match="16 tokens for a cache of 8 slots"):
+    extend(model, params, small, tokens[:, :16], positions, ones)
   with pytest.raises(ValueError, match="need `positions`"):
     model.apply({"params": params}, tokens, cache=cache)

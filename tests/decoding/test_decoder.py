@@ -13,7 +13,7 @@ from ldm_jax.decoding import GREEDY, Decoder, Sampling, decoder
 from ldm_jax.errors import InputError
 from ldm_jax.sharding import make_mesh
 from ldm_jax.training.step import abstract_state
-from tests.rig import MECHANISMS, random_params, tiny_config, with_kind, with_model
+from tests.rig import MECHANISMS, random_params, with_kind, with_model
 
 PROMPT = [256, *b"def f(x"]
 
@@ -30,10 +30,7 @@ def tiny():
 
 @pytest.mark.parametrize(
   "name",
-  [
-    pytest.param(name, marks=() if name in ("preln", "rls") else pytest.mark.slow)
-    for name in MECHANISMS
-  ],
+  [pytest.param(name, marks=() if name == "rls" else pytest.mark.slow) for name in MECHANISMS],
 )
 def test_greedy_ids_are_those_of_the_full_forward_pass(name):
   decode, ids = make_decoder(name, blocks=1), list(PROMPT)
@@ -117,14 +114,17 @@ def test_programs_are_compiled_once_for_lengths_up_to_a_power_of_two(tiny):
   def compiled():
     return decoder._prefill._cache_size(), decoder._decode._cache_size()
 
-  tiny.generate([PROMPT], 20, Sampling(1.0))
+  def generate(prompt, *arguments):
+    tiny.generate([prompt] * 3, *arguments)
+
+  generate(PROMPT, 20, Sampling(1.0))
   before = compiled()
-  tiny.generate([PROMPT[:3]], 17, Sampling(0.5), seed=3)
-  tiny.generate([PROMPT * 2], 32, GREEDY)
-  list(tiny.stream([PROMPT], 30, Sampling(2.0), stride=4))
+  generate(PROMPT[:3], 17, Sampling(0.5), 3)
+  generate(PROMPT * 2, 32, GREEDY)
+  list(tiny.stream([PROMPT] * 3, 30, Sampling(2.0), stride=4))
   assert compiled() == before
-  tiny.generate([PROMPT], 33, GREEDY)
-  tiny.generate([PROMPT * 3], 20, GREEDY)
+  generate(PROMPT, 33, GREEDY)
+  generate(PROMPT * 3, 20, GREEDY)
   assert compiled() == (before[0] + 2, before[1] + 2)
 
 
@@ -150,19 +150,20 @@ def test_a_model_that_names_a_form_decodes_all_the_same(form):
 
 
 @pytest.mark.parametrize(
-  ("shape", "rows"),
+  ("name", "shape", "rows"),
   [
-    ((2, 2, 2, 1), 4),
-    pytest.param((8, 1, 1, 1), 1, marks=pytest.mark.slow),
-    pytest.param((8, 1, 1, 1), 8, marks=pytest.mark.slow),
-    pytest.param((1, 1, 2, 4), 1, marks=pytest.mark.slow),
+    ("preln", (2, 2, 2, 1), 4),
+    pytest.param("rls", (2, 2, 2, 1), 4, marks=pytest.mark.slow),
+    pytest.param("rls", (8, 1, 1, 1), 1, marks=pytest.mark.slow),
+    pytest.param("rls", (8, 1, 1, 1), 8, marks=pytest.mark.slow),
+    pytest.param("mhc", (1, 1, 2, 4), 1, marks=pytest.mark.slow),
   ],
   ids=str,
 )
-def test_any_mesh_gives_the_same_ids_and_compiles_once(shape, rows):
-  config = with_model(tiny_config("ldm"), blocks=1)
+def test_any_mesh_gives_the_same_ids_and_compiles_once(name, shape, rows):
+  config = with_model(with_kind(name), blocks=1)
   mesh = make_mesh(MeshConfig(*shape))
-  alone = make_decoder("rls", blocks=1)
+  alone = make_decoder(name, blocks=1)
   shardings = jax.tree.map(
     lambda x: x.sharding,
     abstract_state(with_model(config, mixer=with_kind("rls").model.mixer), mesh),
