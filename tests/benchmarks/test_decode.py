@@ -31,6 +31,7 @@ def test_the_decode_command_compares_mixers_and_forms(monkeypatch, capsys):
     decode.main(["--rows", "0"])
 
 
+@pytest.mark.slow
 def test_the_decode_benchmark_measures_tokens_of_all_rows(tmp_path, capsys):
   path = write_config(tmp_path, with_model(tiny_config("preln"), blocks=1))
   options = ["--baseline", str(path), "--mixers", "preln", "--rounds", "2", "--rows", "2"]

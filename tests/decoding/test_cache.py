@@ -49,7 +49,7 @@ def cached_logits(model, params, tokens, chunks, pads=0):
 @pytest.mark.parametrize(
   ("name", "blocks"),
   [
-    *((name, 1) for name in MECHANISMS if name != "preln"),  # the tests below have that
+    *((name, 1) for name in ("rls", "attnres", "mhc")),  # preln is below
     *(pytest.param(name, 2, marks=pytest.mark.slow) for name in VARIANTS),
   ],
 )
@@ -75,6 +75,7 @@ def test_prompts_of_every_length_around_a_power_of_two(name, prompt):
     )
 
 
+@pytest.mark.slow
 def test_grouped_heads_and_their_norm_decode_too():
   model, params, tokens = setup("preln", kv_heads=2, qk_norm=True, blocks=1)
   expected = full(model, params, tokens)

@@ -112,7 +112,7 @@ def test_prompt_and_text_may_fill_the_context(tiny):
 
 def test_programs_are_compiled_once_for_lengths_up_to_a_power_of_two(tiny):
   def compiled():
-    return decoder._prefill._cache_size(), decoder._decode._cache_size()
+    return tuple(program._cache_size() for program in decoder.programs("cpu"))
 
   def generate(prompt, *arguments):
     tiny.generate([prompt] * 3, *arguments)
@@ -164,13 +164,11 @@ def test_any_mesh_gives_the_same_ids_and_compiles_once(name, shape, rows):
   config = with_model(with_kind(name), blocks=1)
   mesh = make_mesh(MeshConfig(*shape))
   alone = make_decoder(name, blocks=1)
-  shardings = jax.tree.map(
-    lambda x: x.sharding,
-    abstract_state(with_model(config, mixer=with_kind("rls").model.mixer), mesh),
-  ).params
+  shardings = jax.tree.map(lambda x: x.sharding, abstract_state(config, mesh).params)
   split = dataclasses.replace(alone, params=jax.device_put(alone.params, shardings))
   prompts = [PROMPT, [256], PROMPT[:3], [256]] * 2
-  before = decoder._decode._cache_size()
+  _, program = decoder.programs("cpu")
+  before = program._cache_size()
   looks = [look.ids for look in split.stream(prompts[:rows], 12, GREEDY, stride=4)]
-  assert decoder._decode._cache_size() == before + 1
+  assert program._cache_size() == before + 1
   assert looks[-1] == alone.generate(prompts[:rows], 12, GREEDY)
