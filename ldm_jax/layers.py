@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from ldm_jax.cache import Cache, KeyValues, attend
 from ldm_jax.ops.attention import attention
 from ldm_jax.sharding import constrain, partitioned
 from ldm_jax.typing import ActivationsBTD, Dtype, TokensBT
@@ -100,9 +101,23 @@ class Attention(nn.Module):
 
   @nn.compact
   def __call__(
-    self, x: ActivationsBTD, positions: TokensBT, segment_ids: TokensBT
-  ) -> ActivationsBTD:
-    """Maps [B, T, D] to [B, T, D]."""
+    self,
+    x: ActivationsBTD,
+    positions: TokensBT,
+    segment_ids: TokensBT,
+    cache: tuple[KeyValues, Cache] | None = None,
+  ) -> ActivationsBTD | tuple[ActivationsBTD, KeyValues]:
+    """Maps [B, T, D] to [B, T, D].
+
+    Args:
+      x: activations.
+      positions: of the tokens.
+      segment_ids: of the tokens.
+      cache: to decode, this attention's keys and values and the cache that they belong to.
+
+    Returns:
+      The output; with a cache also the keys and values with the tokens in them.
+    """
     width = x.shape[-1]
     x = _enter(x)
     project = functools.partial(_head_projection, head_dim=width // self.heads, dtype=self.dtype)
@@ -114,7 +129,10 @@ class Attention(nn.Module):
     q, k = (rotary(x, positions, self.rope_theta) for x in (q, k))
     q = constrain(q, "batch", "sequence", "heads", "head_dim")
     k, v = (constrain(x, "batch", "sequence", "kv_heads", "head_dim") for x in (k, v))
-    mixed = attention(q, k, v, segment_ids, self.form)
+    if cache is None:
+      mixed = attention(q, k, v, segment_ids, self.form)
+    else:
+      mixed, layer = attend(*cache, q, k, v, segment_ids)
     out = nn.DenseGeneral(
       width,
       axis=(-2, -1),
@@ -123,7 +141,8 @@ class Attention(nn.Module):
       kernel_init=partitioned(_init, "heads", "head_dim", "embed"),
       name="out",
     )
-    return _leave(out(mixed))
+    v = _leave(out(mixed))
+    return v if cache is None else (v, layer)
 
 
 def _head_projection(heads, axis, head_dim, dtype, name):

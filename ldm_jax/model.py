@@ -1,5 +1,6 @@
 """The decoder-only transformer: an explicit loop over layers that carries the streams."""
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Key
 
+from ldm_jax.cache import Cache, KeyValues, add_tokens, overflows
 from ldm_jax.config import Config, ModelConfig
 from ldm_jax.layers import Attention, Embedder, SwiGLU, dropout, rms_norm
 from ldm_jax.mixers import make_mixer
@@ -47,8 +49,9 @@ class Block(nn.Module):
     positions: TokensBT,
     segment_ids: TokensBT,
     dropout_keys: Key[Array, " B"] | None,
+    cache: tuple[KeyValues, Cache] | None,
   ) -> Any:
-    """Carries the streams through both sublayers."""
+    """Carries the streams through both sublayers; with a cache also returns what attention does."""
     config = self.config
     attention = Attention(
       heads=config.heads,
@@ -69,11 +72,22 @@ class Block(nn.Module):
     def drop(v, side):
       return dropout(v, config.dropout, dropout_keys, 2 * self.index + side + 1)
 
+    layer = None
+
+    def attend(h):
+      nonlocal layer
+      v = attention(norms[0](h), positions, segment_ids, cache)
+      if cache is not None:
+        v, layer = v
+      return drop(v, 0)
+
     if self.packed:
       streams = mixers[0].unpack(streams)
-    streams = mixers[0](streams, lambda h: drop(attention(norms[0](h), positions, segment_ids), 0))
+    streams = mixers[0](streams, attend)
     streams = mixers[1](streams, lambda h: drop(mlp(norms[1](h)), 1))
-    return mixers[1].pack(streams) if self.packed else streams
+    if self.packed:
+      streams = mixers[1].pack(streams)
+    return streams if cache is None else (streams, layer)
 
 
 class TransformerLM(nn.Module):
@@ -99,7 +113,8 @@ class TransformerLM(nn.Module):
     positions: TokensBT | None = None,
     segment_ids: TokensBT | None = None,
     dropout_keys: Key[Array, " B"] | None = None,
-  ) -> Float[Array, "B T padded_vocab_size"]:
+    cache: Cache | None = None,
+  ) -> Float[Array, "B T padded_vocab_size"] | tuple[Float[Array, "B T padded_vocab_size"], Cache]:
     """Next-token logits.
 
     Args:
@@ -107,12 +122,21 @@ class TransformerLM(nn.Module):
       positions: position of each token in its document; 0 … T−1 if not given.
       segment_ids: documents of a packed row, attention stays inside one; all the same if not given.
       dropout_keys: a random key for each row, to train with `config.dropout`; None drops nothing.
+      cache: to decode, the tokens before these (`ldm_jax.cache.empty_cache` at first), to which
+        they attend as if all were one input; `positions` must then be given, and segment id 0 is
+        padding.
 
     Returns:
-      float32 [B, T, vocab_size rounded up to 128]; the padding ids are at −1e9.
+      float32 [B, T, vocab_size rounded up to 128]; the padding ids are at −1e9.  With a cache also
+      the cache with the tokens in it, and logits that are NaN if they had no slots left.
+
+    Raises:
+      ValueError: if the cache has fewer than T slots, or comes without positions.
     """
     config = self.config
     if positions is None:
+      if cache is not None:
+        raise ValueError("tokens that go on from a cache need `positions`")
       positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     if segment_ids is None:
       segment_ids = jnp.ones_like(tokens)
@@ -130,16 +154,36 @@ class TransformerLM(nn.Module):
     embeddings = dropout(embedder.encode(tokens), config.dropout, dropout_keys, 0)
     packed = self.remat != "none"
     block_class = nn.remat(Block, policy=_remat_policy(self.remat)) if packed else Block
-    streams = output_mixer.init_streams(embeddings)
+    streams, layers = output_mixer.init_streams(embeddings), []
+    filled = None if cache is None else add_tokens(cache, segment_ids)
     if packed:
       streams = output_mixer.pack(streams)
     for index in range(config.blocks):
       block = block_class(config, index, self.dtype, packed, name=f"block_{index}")
-      streams = block(streams, positions, segment_ids, dropout_keys)
+      own = None if filled is None else (filled.layers[index], filled)
+      streams = block(streams, positions, segment_ids, dropout_keys, own)
+      if filled is not None:
+        streams, layer = streams
+        layers.append(layer)
     if packed:
       streams = output_mixer.unpack(streams)
     x = output_mixer.read(streams)
-    return embedder.decode(rms_norm(self.dtype, "final_norm")(x))
+    logits = embedder.decode(rms_norm(self.dtype, "final_norm")(x))
+    if cache is None:
+      return logits
+    logits = jnp.where(overflows(cache, tokens.shape[1]), jnp.nan, logits)
+    length = cache.length + tokens.shape[1]
+    return logits, filled._replace(layers=tuple(layers), length=length)
+
+
+def portable(model: TransformerLM) -> TransformerLM:
+  """The same model to run forwards anywhere: in place of forms for TPUs, what can run is taken."""
+  config, mixer = model.config, model.config.mixer
+  if mixer.form == "kernel":
+    mixer = dataclasses.replace(mixer, form="auto")
+  attention = "auto" if config.attention == "splash" else config.attention
+  config = dataclasses.replace(config, mixer=mixer, attention=attention)
+  return model.clone(config=config, remat="none")
 
 
 def attention_form(config: Config, mesh: Mesh) -> tuple[str, str]:

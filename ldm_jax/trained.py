@@ -6,6 +6,8 @@ from etils import epath
 from jax.sharding import Mesh
 
 from ldm_jax.config import Config, MeshConfig, from_json
+from ldm_jax.data import PreparedData, load_tokenizer_of
+from ldm_jax.data.prepared import TOKENIZER_FILE
 from ldm_jax.errors import InputError
 from ldm_jax.exported import is_export, read_export
 from ldm_jax.files import store_errors
@@ -82,6 +84,43 @@ def _load_export(folder, step, part, mesh):
   if step not in (None, held) or part != "checkpoints":
     raise InputError(f"{folder} is an export of step {held} and holds nothing else")
   return TrainedModel(config, make_model(config), params, held, mesh)
+
+
+def with_data(config: Config, folder: PathLike, workdir: PathLike) -> Config:
+  """The config of a run with another prepared data set, or the same one in another place.
+
+  Raises:
+    InputError: if the folder is no prepared data set, or its tokenizer is not that of the run.
+  """
+  data = dataclasses.replace(config.data, source="prepared", path=str(folder), tokenizer=None)
+  other, theirs = dataclasses.replace(config, data=data), PreparedData(folder)
+  try:
+    own = load_tokenizer_of(config)
+  except InputError:
+    # Where the run's data are gone, its checkpoints still say which they were.
+    record = _newest_record(epath.Path(workdir))
+    if record is None or record.get("data_fingerprint") != theirs.fingerprint:
+      raise InputError(
+        f"--data {folder} is not what the run was made with, data.path = {config.data.path}, and "
+        "that is not there to compare tokenizers with; restore it"
+      ) from None
+    return other
+  if (own.kind, own.sha256) != (theirs.tokenizer.kind, theirs.tokenizer.sha256):
+    raise InputError(
+      f"--data {folder} was made with another tokenizer than the run; prepare it with --tokenizer "
+      + ("bytes" if own.sha256 is None else f"{config.data.path}/{TOKENIZER_FILE}")
+    )
+  return other
+
+
+def _newest_record(workdir):
+  if not (workdir / "checkpoints").is_dir():
+    return None
+  checkpointer = Checkpointer(workdir, 1)
+  try:
+    return checkpointer.newest_record()
+  finally:
+    checkpointer.close()
 
 
 def load_run_config(workdir: PathLike) -> Config:

@@ -10,10 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from ldm_jax import Config, MixerConfig, ModelConfig
+from ldm_jax import Config, MixerConfig, ModelConfig, TransformerLM
 from ldm_jax.comparison import Comparison
 from ldm_jax.config import (
   DataConfig,
@@ -27,6 +30,8 @@ from ldm_jax.data import Dataset
 from ldm_jax.sharding import make_mesh
 from ldm_jax.training.checkpoint import Checkpointer
 from ldm_jax.training.step import abstract_state
+from ldm_jax.training.workdir import save_config
+from ldm_jax.typing import PyTree
 
 __all__ = [
   "ABLATIONS",
@@ -36,7 +41,9 @@ __all__ = [
   "ablations",
   "final_state",
   "needs_libtpu",
+  "random_params",
   "refusal",
+  "save_run",
   "signal_at",
   "tiny_comparison",
   "tiny_config",
@@ -44,6 +51,7 @@ __all__ = [
   "with_kind",
   "with_mixer",
   "with_model",
+  "with_section",
   "write_config",
 ]
 
@@ -113,6 +121,27 @@ def signal_at(monkeypatch, step: int, number: signal.Signals) -> None:
       yield signalled(batches)
 
   monkeypatch.setattr(Dataset, "train_batches", train_batches)
+
+
+def random_params(model: TransformerLM, scale: float = 0.3) -> PyTree:
+  """Parameters of which nothing is zero: every gate is open and every query says something."""
+  shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))
+  rng = np.random.default_rng(1)
+  draw = lambda leaf: jnp.asarray(rng.normal(0.0, scale, leaf.shape), leaf.dtype)
+  return jax.tree.map(draw, nn.unbox(shapes["params"]))
+
+
+def save_run(workdir: Path, config: Config) -> Path:
+  """A workdir with a checkpoint of step 0, whose parameters are `random_params`."""
+  workdir.mkdir(exist_ok=True)
+  save_config(workdir, config)
+  mesh = make_mesh(config.mesh)
+  state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), abstract_state(config, mesh))
+  checkpointer = Checkpointer(workdir, 1)
+  params = random_params(TransformerLM(config.model))
+  checkpointer.save(state.replace(params=params), {"tokens": 0})
+  checkpointer.close()
+  return workdir
 
 
 def with_model(config: Config, **changes) -> Config:

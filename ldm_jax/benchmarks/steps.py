@@ -39,7 +39,7 @@ def main() -> int:
   if arguments.rounds < 1:
     raise InputError(f"--rounds must be at least 1, got {arguments.rounds}")
   check_platform()
-  timers = {name: StepTimer(config) for name, config in _configs(arguments).items()}
+  timers = {name: StepTimer(config) for name, config in configs_of(arguments).items()}
   for _ in range(arguments.rounds):
     for timer in timers.values():
       timer.measure()
@@ -55,8 +55,12 @@ def main() -> int:
   return 0
 
 
-def _configs(arguments) -> Mapping[str, Config]:
-  """What to measure by name, the baseline first."""
+def configs_of(arguments: argparse.Namespace) -> Mapping[str, Config]:
+  """What the options of `comparison_parser` say to measure, by name, the baseline first.
+
+  Raises:
+    InputError: if the options do not fit each other.
+  """
   paths = (arguments.baseline, *arguments.config)
   if len({path.stem for path in paths}) < len(paths):
     raise InputError(
@@ -153,8 +157,9 @@ def _table(result):
   return "\n".join(lines)
 
 
-def _parse():
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+def comparison_parser(description: str) -> argparse.ArgumentParser:
+  """A parser of options that say which configs, mixers and forms to measure."""
+  parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
   add = parser.add_argument
   add("--config", type=Path, nargs="+", default=[], help="files to measure")
   add("--baseline", type=Path, default=CONFIGS / "preln_tiny.py")
@@ -162,8 +167,13 @@ def _parse():
   add("--forms", nargs="+", choices=_FORMS, default=["auto"], help="of ldm (default auto)")
   add("--blocks", type=int, help="instead of those of the configs")
   add("--width", type=int, help="instead of that of the configs; the MLP grows with it")
-  add("--rounds", type=int, default=20, help="timed steps of each (default 20)")
   add("--json", action="store_true", help="print one JSON object")
+  return parser
+
+
+def _parse():
+  parser = comparison_parser(__doc__.split("\n")[0])
+  parser.add_argument("--rounds", type=int, default=20, help="timed steps of each (default 20)")
   return parser.parse_args()
 
 

@@ -1,7 +1,7 @@
 """Documents to batches: tokenizers, sources, packing into rows, the order of rows."""
 
 from ldm_jax.data.packing import Batch, PackedRows, lay_end_to_end
-from ldm_jax.data.pipeline import Dataset, load_dataset
+from ldm_jax.data.pipeline import Dataset, load_dataset, load_tokenizer_of
 from ldm_jax.data.prepared import PreparedData
 from ldm_jax.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
 
@@ -15,4 +15,5 @@ __all__ = [
   "lay_end_to_end",
   "load_dataset",
   "load_tokenizer",
+  "load_tokenizer_of",
 ]

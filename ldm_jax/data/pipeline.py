@@ -90,16 +90,17 @@ class Dataset:
     Args:
       count: batches; 0 for all held-out rows.
     """
-    total = -(-len(self.held_out_rows) // self.batch_size)
-    count = min(count or total, total)
-    shuffled = grain.MapDataset.source(self.held_out_rows).shuffle(seed=_EVALUATION_SEED)
-    batches = shuffled.batch(self.batch_size)
-    return [self._fill(batches[index]) for index in range(count)]
+    rows = self.evaluation_rows()
+    limit = count * self.batch_size or len(rows)
+    return list(batches_of(rows, limit, self.batch_size))
 
-  def _fill(self, batch):
-    missing = self.batch_size - len(batch.tokens)
-    padding = empty_rows(missing, batch.tokens.shape[1])
-    return Batch(*(np.concatenate(pair) for pair in zip(batch, padding, strict=True)))
+  def evaluation_rows(self, part: str = "held_out") -> grain.MapDataset:
+    """The rows of a part, "held_out" or "train", in the order of which evaluations take the first.
+
+    It has nothing to do with the order in which training takes them.
+    """
+    rows = self.held_out_rows if part == "held_out" else self.train_rows
+    return grain.MapDataset.source(rows).shuffle(seed=_EVALUATION_SEED)
 
   def _steps(self, rows):
     """The chosen rows of the batch of every step."""
@@ -110,6 +111,21 @@ class Dataset:
   @functools.cached_property
   def _ordered_rows(self):
     return grain.MapDataset.source(self.train_rows).shuffle(seed=self.seed).repeat()
+
+
+def batches_of(rows: Rows | grain.MapDataset, limit: int, batch_size: int) -> Iterator[Batch]:
+  """The first `limit` rows, or all there are, as batches [B, T]; the last one has padding rows."""
+  limit = min(limit, len(rows))
+  for start in range(0, limit, batch_size):
+    batch = [rows[index] for index in range(start, min(start + batch_size, limit))]
+    missing = batch_size - len(batch)
+    padding = empty_rows(missing, batch[0].tokens.shape[0])
+    yield Batch(
+      *(
+        np.concatenate([np.stack(arrays), fill])
+        for *arrays, fill in zip(*batch, padding, strict=True)
+      )
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +207,24 @@ def load_dataset(config: Config) -> Dataset:
     fingerprint=fingerprint,
     workers=config.data.workers,
   )
+
+
+def load_tokenizer_of(config: Config) -> Tokenizer:
+  """The tokenizer of a run's data; of a prepared set it is all that is read.
+
+  Raises:
+    InputError: if the data cannot be read or their ids stand for no text.
+  """
+  if config.data.source == "synthetic":
+    raise InputError("data.source = synthetic: its random ids stand for no text")
+  if config.data.source == "stdlib":
+    return ByteTokenizer()
+  try:
+    return PreparedData(config.data.path).tokenizer
+  except InputError as error:
+    raise InputError(
+      f"data.path = {config.data.path}: {error}; if the folder has moved, give it with --data"
+    ) from error
 
 
 def _stdlib(config):

@@ -24,6 +24,10 @@ class ByteTokenizer:
   dtype = np.dtype(np.uint16)
   sha256 = None
 
+  def known_ids(self) -> np.ndarray:
+    """Which ids below `vocab_size` there are, bool [vocab_size]."""
+    return np.ones(self.vocab_size, bool)
+
   def encode(self, text: str | bytes) -> np.ndarray:
     """Text or raw bytes to uint16 ids [n]; no boundary id is added."""
     data = text.encode("utf-8", "surrogateescape") if isinstance(text, str) else text
@@ -73,6 +77,12 @@ class HuggingFaceTokenizer:
     # Ids may have holes, so the number of tokens is not enough.
     self.vocab_size = max(max(ids.values()) + 1, self._tokenizer.get_vocab_size())
     self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+
+  def known_ids(self) -> np.ndarray:
+    """Which ids below `vocab_size` there are, bool [vocab_size]; there may be holes."""
+    known = np.zeros(self.vocab_size, bool)
+    known[list(self._tokenizer.get_vocab(with_added_tokens=True).values())] = True
+    return known
 
   def encode(self, text: str | bytes) -> np.ndarray:
     """Text, or bytes of UTF-8, to ids [n]; no boundary or other special id is added.

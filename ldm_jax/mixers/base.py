@@ -72,7 +72,7 @@ class DepthMixer(nn.Module):
     raise NotImplementedError(f"{type(self).__name__} must define write")
 
   def pack(self, streams: Any) -> Any:
-    """The streams without what `unpack` can compute again; for the border of a rematerialised block.
+    """The streams without what `unpack` can make again, for the border of a rematerialised block.
 
     What is carried over such a border is kept from the forward to the backward pass.
     """

@@ -1,7 +1,7 @@
 """Held-out loss: exact sums over real targets, whatever the batch shapes."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ from ldm_jax.training.step import LossSums
 
 def evaluate(
   eval_step: Callable[[Batch], LossSums],
-  batches: Sequence[Batch],
+  batches: Iterable[Batch],
   boundary: int | None,
   stop: object = False,
 ) -> dict[str, float | int] | None:

@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ldm_jax import processes
 from ldm_jax.config import Config, to_json
 from ldm_jax.data import ByteTokenizer
+from ldm_jax.decoding import Sampling, continue_texts, text_decoder
 from ldm_jax.environment import check_platform
 from ldm_jax.errors import DivergedError
 from ldm_jax.model import check_mesh
-from ldm_jax.sampling import sample
 from ldm_jax.sharding import make_mesh
 from ldm_jax.training.depth_metrics import compile_depth_step, depth_values
 from ldm_jax.training.evaluation import evaluate
@@ -35,7 +35,7 @@ from ldm_jax.training.step import (
 from ldm_jax.training.workdir import without_local_settings
 from ldm_jax.typing import PathLike
 
-_SAMPLE_PROMPT = "def "
+_SAMPLE_PROMPT, _SAMPLE_TEMPERATURE = "def ", 0.8
 
 
 def train(config: Config, workdir: PathLike) -> int:
@@ -246,15 +246,18 @@ def _has_evaluation(run, step):
 
 
 def _show_sample(run: Run) -> None:
-  length = run.config.train.sample_tokens
-  if not length or run.dataset.tokenizer is None:
+  config, tokenizer = run.config, run.dataset.tokenizer
+  if not config.train.sample_tokens or tokenizer is None:
     return
-  text = sample(
-    make_model(run.config),
-    run.state.params,
-    run.dataset.tokenizer,
-    _SAMPLE_PROMPT,
-    length,
-    seed=run.config.train.seed,
+  context = config.data.sequence_length
+  length = min(config.train.sample_tokens, context - len(tokenizer.encode(_SAMPLE_PROMPT)))
+  if length < 1:
+    return
+  decoder = text_decoder(make_model(config), run.state.params, tokenizer, context)
+  sampling = Sampling(_SAMPLE_TEMPERATURE)
+  (sample,) = continue_texts(
+    decoder, tokenizer, [_SAMPLE_PROMPT], length, sampling, config.train.seed
   )
-  print(f"--- a sample at temperature 0.8 ---\n{text}\n---")
+  print(
+    f"--- a sample at temperature {_SAMPLE_TEMPERATURE} ---\n{_SAMPLE_PROMPT}{sample.text}\n---"
+  )

@@ -1,10 +1,8 @@
 """Every form of attention is the same function: splash in Pallas's interpreter equals plain."""
 
-import dataclasses
 import functools
 import re
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +13,9 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from ldm_jax.config import MeshConfig
-from ldm_jax.data.tokenizer import ByteTokenizer
 from ldm_jax.errors import InputError
 from ldm_jax.model import TransformerLM, attention_form
 from ldm_jax.ops.attention import SPLASH_RESIDUALS, attention, splash_refusal
-from ldm_jax.sampling import sample
 from ldm_jax.sharding import MESH_AXES, make_mesh, partition_spec
 from ldm_jax.training.workdir import open_workdir, save_config
 from tests.rig import needs_libtpu, tiny_config, with_model
@@ -282,16 +278,6 @@ def test_a_run_may_go_on_with_another_form(tmp_path):
   assert open_workdir(tmp_path, with_model(config, attention="plain")) == []
   with pytest.raises(InputError, match=r"model.width was 32 and is now 64"):
     open_workdir(tmp_path, with_model(config, width=64))
-
-
-def test_a_model_of_form_splash_can_be_sampled_at_any_length():
-  config = with_model(tiny_config("preln"), blocks=1).model
-  params = nn.unbox(TransformerLM(config).init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))
-  texts = [
-    sample(TransformerLM(model), params["params"], ByteTokenizer(), "a", 4)
-    for model in (config, dataclasses.replace(config, attention="splash"))
-  ]
-  assert texts[0] == texts[1]
 
 
 @needs_libtpu

@@ -234,7 +234,7 @@ def fold_planes(arithmetic: Any, pending: Pending) -> tuple:
 
 
 def _issue(arithmetic, planes, reads, value, record):
-  """Tickets for reads from `planes` memory planes and so many pending writes; None for 0 of them."""
+  """Tickets for reads of `planes` memory planes and so many pending writes; None for 0 of them."""
 
   def ticket(pending):
     message = arithmetic.message_zeros(record, planes, pending)
