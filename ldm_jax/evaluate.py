@@ -27,7 +27,13 @@ from ldm_jax.errors import InputError
 from ldm_jax.files import store_errors, write_atomically
 from ldm_jax.scoring import Scorer, Tally, score_batches
 from ldm_jax.sharding import RULES
-from ldm_jax.trained import TrainedModel, load_run_config, load_trained, with_data
+from ldm_jax.trained import (
+  TrainedModel,
+  check_knows_data,
+  load_run_config,
+  load_trained,
+  with_data,
+)
 
 __all__ = ["evaluate_run", "main"]
 
@@ -67,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   arguments = _parse(argv)
   check_platform()
   config = load_run_config(arguments.workdir)
-  if arguments.data is not None:
+  if arguments.data is None:
+    check_knows_data(arguments.workdir, "give --data FOLDER")
+  else:
     config = with_data(config, arguments.data, arguments.workdir)
   dataset = load_dataset(config)
   if arguments.per_document and dataset.tokenizer is None:
@@ -130,7 +138,7 @@ def _words(result, arguments):
 def _parse(argv):
   parser = command_parser("ldm_jax.evaluate", __doc__)
   add = parser.add_argument
-  add("--workdir", default="runs/ldm_tiny", help="of the run (default runs/ldm_tiny)")
+  add("--workdir", default="runs/ldm_tiny", help="of the run, or an export (default runs/ldm_tiny)")
   add("--step", type=int, help="which checkpoint (default: the newest)")
   add("--best", action="store_true", help="the state of the lowest held-out loss (folder best/)")
   add("--data", metavar="FOLDER", help="a prepared data set with the tokenizer of the run")

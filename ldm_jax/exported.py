@@ -102,6 +102,16 @@ def read_export(folder: PathLike, mesh: Mesh) -> tuple[Config, PyTree, int]:
   return config, unflatten_dict(params), about["step"]
 
 
+def read_exported_config(folder: PathLike) -> Config:
+  """The config alone, see `read_export`.
+
+  Raises:
+    InputError: as `read_export`, for what `config.json` says.
+  """
+  folder = Path(folder)
+  return _config(folder, _read_about(folder))
+
+
 def read_exported_tokenizer(folder: PathLike) -> Tokenizer | None:
   """The tokenizer of an exported model; None if it was trained on random ids.
 

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ldm_jax.command_line import command_parser, run_command
-from ldm_jax.data import load_tokenizer_of
 from ldm_jax.data.tokenizer import Tokenizer
 from ldm_jax.decoding import (
   Continuation,
@@ -29,7 +28,7 @@ from ldm_jax.decoding import (
 from ldm_jax.environment import check_platform
 from ldm_jax.errors import InputError
 from ldm_jax.model import TransformerLM
-from ldm_jax.trained import load_run_config, load_trained, with_data
+from ldm_jax.trained import load_run_config, load_trained, run_tokenizer, with_data
 from ldm_jax.typing import PyTree
 
 __all__ = ["Continuation", "generate", "main"]
@@ -88,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   config = load_run_config(arguments.workdir)
   if arguments.data is not None:
     config = with_data(config, arguments.data, arguments.workdir)
-  tokenizer = load_tokenizer_of(config)
+  tokenizer = run_tokenizer(arguments.workdir, config)
   context = config.data.sequence_length
   count = _new_tokens(arguments.max_new_tokens, tokenizer, prompts, context)
   trained = load_trained(arguments.workdir, arguments.step)
@@ -177,7 +176,7 @@ class _Prompt(argparse.Action):
 def _parse(argv):
   parser = command_parser("ldm_jax.generate", __doc__)
   add = parser.add_argument
-  add("--workdir", default="runs/ldm_tiny", help="of the run (default runs/ldm_tiny)")
+  add("--workdir", default="runs/ldm_tiny", help="of the run, or an export (default runs/ldm_tiny)")
   add("--step", type=int, help="which checkpoint (default: the newest)")
   add(
     "--prompt",

@@ -25,12 +25,12 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ldm_jax.command_line import run_command
-from ldm_jax.data import Batch, load_tokenizer_of
+from ldm_jax.data import Batch
 from ldm_jax.decoding import Sampling, text_decoder
 from ldm_jax.errors import InputError
 from ldm_jax.scoring import Scorer
 from ldm_jax.sharding import RULES
-from ldm_jax.trained import load_run_config, load_trained, with_data
+from ldm_jax.trained import load_run_config, load_trained, run_tokenizer, with_data
 
 _log = logging.getLogger(__name__)
 _NEW_TOKENS = 256  # where a task does not say, as in the harness's own models
@@ -55,7 +55,7 @@ class LdmJaxLM(TemplateLM):
     """Loads a checkpoint on all devices.
 
     Args:
-      workdir: of the run.
+      workdir: of the run, or an export.
       step: which checkpoint; None for the newest.
       best: the state of the lowest held-out loss instead.
       data: the prepared data of the run, if the folder has moved.
@@ -74,7 +74,7 @@ class LdmJaxLM(TemplateLM):
     config = load_run_config(workdir)
     if data is not None:
       config = with_data(config, data, workdir)
-    self.run_tokenizer = load_tokenizer_of(config)
+    self.run_tokenizer = run_tokenizer(workdir, config)
     trained = load_trained(workdir, step, "best" if best else "checkpoints")
     self.max_length = config.data.sequence_length if max_length is None else int(max_length)
     if not 1 <= self.max_length <= config.data.sequence_length:

@@ -8,8 +8,14 @@ from jax.sharding import Mesh
 from ldm_jax.config import Config, MeshConfig, from_json
 from ldm_jax.data import PreparedData, load_tokenizer_of
 from ldm_jax.data.prepared import TOKENIZER_FILE
+from ldm_jax.data.tokenizer import Tokenizer
 from ldm_jax.errors import InputError
-from ldm_jax.exported import is_export, read_export
+from ldm_jax.exported import (
+  is_export,
+  read_export,
+  read_exported_config,
+  read_exported_tokenizer,
+)
 from ldm_jax.files import store_errors
 from ldm_jax.model import TransformerLM
 from ldm_jax.sharding import make_mesh
@@ -95,8 +101,10 @@ def with_data(config: Config, folder: PathLike, workdir: PathLike) -> Config:
   data = dataclasses.replace(config.data, source="prepared", path=str(folder), tokenizer=None)
   other, theirs = dataclasses.replace(config, data=data), PreparedData(folder)
   try:
-    own = load_tokenizer_of(config)
+    own = run_tokenizer(workdir, config)
   except InputError:
+    if is_export(workdir):
+      raise
     # Where the run's data are gone, its checkpoints still say which they were.
     record = _newest_record(epath.Path(workdir))
     if record is None or record.get("data_fingerprint") != theirs.fingerprint:
@@ -123,12 +131,42 @@ def _newest_record(workdir):
     checkpointer.close()
 
 
+def run_tokenizer(workdir: PathLike, config: Config) -> Tokenizer:
+  """The tokenizer of a run's data, or of an export.
+
+  Args:
+    workdir: of the run, or an export.
+    config: of the run, see `with_data`.
+
+  Raises:
+    InputError: if the data cannot be read, or their ids stand for no text.
+  """
+  if not is_export(workdir):
+    return load_tokenizer_of(config)
+  tokenizer = read_exported_tokenizer(workdir)
+  if tokenizer is None:
+    raise InputError(f"{workdir}: the model was trained on random ids, which stand for no text")
+  return tokenizer
+
+
+def check_knows_data(workdir: PathLike, way_out: str) -> None:
+  """Refuses an export, which does not say what it was trained on, where that is asked for.
+
+  Raises:
+    InputError: with the way out.
+  """
+  if is_export(workdir):
+    raise InputError(f"--workdir {workdir}: an export does not say what data it is of; {way_out}")
+
+
 def load_run_config(workdir: PathLike) -> Config:
-  """The config of the run in a workdir.
+  """The config of the run in a workdir, or of an export as far as that knows it.
 
   Raises:
     InputError: if there is no run, or its `config.json` is damaged.
   """
+  if is_export(workdir):
+    return read_exported_config(workdir)
   path = epath.Path(workdir) / "config.json"
   try:
     with store_errors(workdir):

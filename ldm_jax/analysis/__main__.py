@@ -33,7 +33,7 @@ from ldm_jax.errors import InputError, TrainingError
 from ldm_jax.files import is_remote, write_atomically
 from ldm_jax.joining import check_alone
 from ldm_jax.sharding import make_mesh
-from ldm_jax.trained import load_trained
+from ldm_jax.trained import check_knows_data, load_trained
 
 _PROG = "python -m ldm_jax.analysis"
 
@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   _check_out(arguments.out)
   start = time.perf_counter()
   devices = jax.devices()[: math.gcd(arguments.rows, jax.device_count())]
+  check_knows_data(arguments.workdir, "give the workdir of the run")
   folder = "best" if arguments.best else "checkpoints"
   mesh = make_mesh(MeshConfig(), devices)
   trained = load_trained(arguments.workdir, arguments.step, folder, mesh)

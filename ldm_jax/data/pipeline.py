@@ -18,7 +18,7 @@ from absl import flags
 
 from ldm_jax.config import Config
 from ldm_jax.data.packing import Batch, PackedRows, empty_rows, lay_end_to_end
-from ldm_jax.data.prepared import PreparedData
+from ldm_jax.data.prepared import PreparedData, prepared_tokenizer
 from ldm_jax.data.stdlib import stdlib_documents
 from ldm_jax.data.synthetic import SyntheticRows
 from ldm_jax.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -220,7 +220,7 @@ def load_tokenizer_of(config: Config) -> Tokenizer:
   if config.data.source == "stdlib":
     return ByteTokenizer()
   try:
-    return PreparedData(config.data.path).tokenizer
+    return prepared_tokenizer(config.data.path)
   except InputError as error:
     raise InputError(
       f"data.path = {config.data.path}: {error}; if the folder has moved, give it with --data"
