@@ -152,8 +152,9 @@ class Decoder:
     sharding = jax.tree.leaves(self.params)[0].sharding
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
       return None
-    mesh, axes = sharding.mesh, RULES["batch"]
-    splits = set(axes) <= set(mesh.axis_names) and not rows % math.prod(mesh.shape[a] for a in axes)
+    mesh = sharding.mesh
+    axes = tuple(axis for axis in RULES["batch"] if mesh.shape.get(axis, 1) > 1)
+    splits = axes and rows % math.prod(mesh.shape[axis] for axis in axes) == 0
     return mesh, PartitionSpec(axes if splits else None)
 
   def _allowed(self):
