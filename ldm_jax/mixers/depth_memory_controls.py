@@ -64,10 +64,12 @@ class ReadControls(nn.Module):
     """  # fmt: skip
     layout = Natural(self.groups, self.key_dim) if layout is None else layout
     latent = Latent(self.latent_dim, self.dtype, name="latent")(x, layout)
-    q = _vectors(self, "query", latent, layout, self.groups, self.key_dim)
+    query = _vector_parameters(self, "query", self.groups)
     if not self.gated:
-      return q, None
-    gate = jax.nn.sigmoid(_numbers(self, "gate", latent, layout, self.groups, 0.0))
+      return layout.unit(layout.vectors(latent, *query)), None
+    gate = _number_parameters(self, "gate", 0.0)
+    q, gate = layout.vectors_and_numbers(latent, query, gate)
+    q, gate = layout.unit(q), jax.nn.sigmoid(gate)
     init = partitioned(nn.initializers.constant(self.gain_init), "groups")
     gain = self.param("gain", init, (self.groups,))
     return q, layout.per_group(gain) * gate
@@ -100,22 +102,26 @@ class WriteControls(nn.Module):
     """Returns keys and ω (or β, or None), float32 in a layout, and λ (or None)."""
     layout = Natural(self.groups, self.key_dim) if layout is None else layout
     latent = Latent(self.latent_dim, self.dtype, name="latent")(x, layout)
-    keys = 1 if self.shared_key else self.groups
-    k = _vectors(self, "key", latent, layout, keys, self.key_dim)
+    key = _vector_parameters(self, "key", 1 if self.shared_key else self.groups)
+    if self.rule == "outer" or (self.rule == "rls" and not self.importance):
+      k = self._key(layout.vectors(latent, *key), layout)
+      return (k, None, None) if self.rule == "outer" else (k, layout.ones(k), self._forgetting())
+    if self.rule == "delta":
+      beta = _number_parameters(self, "beta", 0.0)
+      k, beta = layout.vectors_and_numbers(latent, key, beta)
+      return self._key(k, layout), jax.nn.sigmoid(beta), None
+    one = math.log(math.e - 1)  # softplus(one) = 1
+    importance = _number_parameters(self, "importance", one)
+    k, importance = layout.vectors_and_numbers(latent, key, importance)
+    return self._key(k, layout), jax.nn.softplus(importance), self._forgetting()
+
+  def _key(self, k, layout):
+    k = layout.unit(k)
     if self.shared_key:  # groups are the third axis in every layout
       k = jnp.broadcast_to(k, (*k.shape[:2], self.groups, k.shape[3]))
-    if self.rule == "outer":
-      return k, None, None
-    if self.rule == "delta":
-      beta = jax.nn.sigmoid(_numbers(self, "beta", latent, layout, self.groups, 0.0))
-      return k, beta, None
-    if not self.importance:
-      return k, layout.ones(k), self._forgetting_factors()
-    one = math.log(math.e - 1)  # softplus(one) = 1
-    importance = jax.nn.softplus(_numbers(self, "importance", latent, layout, self.groups, one))
-    return k, importance, self._forgetting_factors()
+    return k
 
-  def _forgetting_factors(self):
+  def _forgetting(self):
     if not self.forgetting:
       return jnp.ones((self.groups,), jnp.float32)
     fraction = (self.forgetting_init - self.min_forgetting) / (1 - self.min_forgetting)
@@ -125,20 +131,18 @@ class WriteControls(nn.Module):
     return self.min_forgetting + (1 - self.min_forgetting) * jax.nn.sigmoid(theta)
 
 
-def _vectors(module, name, latent, layout, groups, size):
-  """Unit vectors along an affine map of the latent."""
+def _vector_parameters(module, name, groups):
+  """Kernel and bias of an affine map of the latent to `groups` vectors."""
   axes = ("groups" if groups > 1 else None, "key_dim")
   init = partitioned(_head_init, "latent", *axes)
-  kernel = module.param(f"{name}_kernel", init, (module.latent_dim, groups, size))
+  kernel = module.param(f"{name}_kernel", init, (module.latent_dim, groups, module.key_dim))
   init = partitioned(nn.initializers.constant(module.key_bias_init), *axes)
-  bias = module.param(f"{name}_bias", init, (groups, size))
-  return layout.unit(layout.vectors(latent, kernel, bias))
+  return kernel, module.param(f"{name}_bias", init, (groups, module.key_dim))
 
 
-def _numbers(module, name, latent, layout, groups, bias_init):
-  """An affine map of the latent that starts at the constant `bias_init`."""
+def _number_parameters(module, name, bias_init):
+  """Kernel and bias of an affine map to a number for each group, at first `bias_init`."""
   init = partitioned(_zeros, "latent", "groups")
-  kernel = module.param(f"{name}_kernel", init, (module.latent_dim, groups))
+  kernel = module.param(f"{name}_kernel", init, (module.latent_dim, module.groups))
   init = partitioned(nn.initializers.constant(bias_init), "groups")
-  bias = module.param(f"{name}_bias", init, (groups,))
-  return layout.numbers(latent, kernel, bias)
+  return kernel, module.param(f"{name}_bias", init, (module.groups,))

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ldm_jax.errors import InputError
-from ldm_jax.ops.depth_memory.natural import Natural
+from ldm_jax.ops.depth_memory.natural import Natural, is_single
 from ldm_jax.ops.depth_memory.token_minor import TokenMinor
 from ldm_jax.ops.planes import stream_refusal
 from ldm_jax.ops.program import program_of
@@ -120,7 +120,9 @@ def choose_form(
     return Form(form, TokenMinor(**settings, form="kernel"), chunk)
   if form == "state" or platform != "cpu":
     return Form(form, TokenMinor(**settings, form="plain"), chunk)
-  return Form(form, Natural(**settings, apart=mesh.size <= 1), chunk)
+  alone, single = mesh.size <= 1, is_single(x.shape)
+  arithmetic = Natural(**settings, apart=alone and not single, single=alone and single)
+  return Form(form, arithmetic, chunk)
 
 
 def _limit(smallest_forgetting):

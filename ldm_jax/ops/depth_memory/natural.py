@@ -15,6 +15,13 @@ from ldm_jax.ops.normalize import inverse_rms, l2norm
 from ldm_jax.ops.products import exact_einsum
 from ldm_jax.sharding import constrain
 
+_FEW_ROWS = 64
+
+
+def is_single(shape: tuple[int, ...]) -> bool:
+  """Whether arrays [B, T, …] are of one token of few rows, as in decoding."""
+  return shape[0] <= _FEW_ROWS and shape[1] == 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Natural:
@@ -26,6 +33,7 @@ class Natural:
     rule: "rls", or "outer", which has no covariance.
     memory_dtype: of folded planes.
     apart: keep XLA from fusing steps with each other, see `_apart`: for programs of one CPU device.
+    single: for few tokens on one device, see `is_single`: few operations instead of fast ones.
   """
 
   groups: int
@@ -33,6 +41,7 @@ class Natural:
   rule: str = "rls"
   memory_dtype: str = "float32"
   apart: bool = False
+  single: bool = False
 
   def start(self, batch_shape, alpha):
     """P₋₁ = α I, without forgetting so far; None for the rule without P."""
@@ -68,6 +77,19 @@ class Natural:
     kernel = kernel.astype(latent.dtype)
     product = jnp.einsum("btr,rg->btg", latent, kernel, preferred_element_type=jnp.float32)
     return product + bias[None, None]
+
+  def vectors_and_numbers(self, latent, vectors, numbers):
+    """`vectors` and `numbers` of two pairs of kernel and bias."""
+    if not self.single:
+      return self.vectors(latent, *vectors), self.numbers(latent, *numbers)
+    kernel, bias = (
+      jnp.concatenate([v.reshape(*v.shape[:-2], -1), n], -1)
+      for v, n in zip(vectors, numbers, strict=True)
+    )
+    both = self.numbers(latent, kernel, bias)
+    groups, size = vectors[1].shape
+    split = both[..., : groups * size].reshape(*both.shape[:2], groups, size)
+    return split, both[..., groups * size :]
 
   def unit(self, vectors):
     """Vectors of length 1."""
@@ -141,7 +163,11 @@ class Natural:
   def _weights(self, query, matrix, records, memory):
     """z on the memory planes, if there are any, and w on the pending values; and Γ P q."""
     projection = query if matrix is None else _times(matrix, query)
-    weights = tuple(record.weight * _dot(record.key, projection) for record in records)
+    if self.single:
+      stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *records)
+      weights = tuple(stacked.weight * _dot(stacked.key, projection[None]))
+    else:
+      weights = tuple(record.weight * _dot(record.key, projection) for record in records)
     if memory:
       rest = query
       if matrix is not None:  # a sum of outer products corrects nothing
@@ -261,6 +287,8 @@ def _dot(a, b):
 
 
 def _times(matrix, vector):
+  if is_single(vector.shape):  # a product of its own costs more than its sums
+    return jnp.sum(matrix * vector[..., None, :], axis=-1)
   return exact_einsum("...ij,...j->...i", matrix, vector)
 
 

@@ -80,6 +80,10 @@ class TokenMinor:
     product = jnp.einsum("brt,rg->bgt", latent, kernel, preferred_element_type=jnp.float32)
     return product + bias[None, :, None]
 
+  def vectors_and_numbers(self, latent, vectors, numbers):
+    """`vectors` and `numbers` of two pairs of kernel and bias."""
+    return self.vectors(latent, *vectors), self.numbers(latent, *numbers)
+
   def unit(self, vectors):
     """Left for later."""
     return vectors
