@@ -15,7 +15,10 @@ SETTINGS = {
   "04_adopting": ("STEPS = 4", 1),
   "05_planning_a_pod_run": ('TOPOLOGY, BLOCKS = "v5e:2x2", (1, 2)', 2),
 }
-MARKS = {"05_planning_a_pod_run": (needs_libtpu, pytest.mark.slow)}
+MARKS = {
+  "03_looking_inside": (pytest.mark.slow,),
+  "05_planning_a_pod_run": (needs_libtpu, pytest.mark.slow),
+}
 
 
 @pytest.mark.parametrize(
