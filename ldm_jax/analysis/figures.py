@@ -21,7 +21,8 @@ def draw(analysis: Analysis) -> Iterator[tuple[str, Figure]]:
   yield "depth_weights.png", _depth_weights(analysis)
   if analysis.memory.weights.shape[-1] > 1:
     yield "depth_weights_by_group.png", _depth_weights_by_group(analysis)
-  yield "controls.png", _controls(analysis)
+  if _control_panels(analysis):
+    yield "controls.png", _controls(analysis)
   yield "keys.png", _keys(analysis)
   yield "recall.png", _recall(analysis)
 
@@ -88,21 +89,15 @@ def _depth_weights_by_group(analysis):
 
 
 def _controls(analysis):
-  memory, reading, writing = analysis.memory, analysis.reads, plots.write_names(analysis)
-  panels = [
-    ("Forgetting λ (learned)", memory.forgetting, writing),
-    (f"{_strength(analysis)}, mean over tokens", memory.strength, writing),
-    ("Read gain (learned)", memory.gain, reading),
-    ("Gate, mean over tokens", memory.gate, reading),
-  ]
-  panels = [panel for panel in panels if not np.isnan(panel[1]).all()]
+  panels = _control_panels(analysis)
+  added = not np.isnan(analysis.memory.gain).all()
   figure, axes = _figure(
     analysis,
     "Controls of the memory by depth",
-    "λ is what a write leaves of the weights of all before it; a read adds gain · gate · M q to "
-    "the residual stream.",
+    "A write leaves λ of the weights of all before it; ω or β is how much it counts itself. "
+    + ("A sublayer reads x + gain · gate · M q." if added else "A sublayer reads M q."),
     columns=2,
-    rows=max(1, -(-len(panels) // 2)),
+    rows=-(-len(panels) // 2),
     height=3.4,
   )
   for panel, (title, values, names) in zip(axes, panels, strict=False):
@@ -111,6 +106,18 @@ def _controls(analysis):
   for unused in axes[len(panels) :]:
     unused.remove()
   return figure
+
+
+def _control_panels(analysis):
+  """Title, numbers and places of the controls that the memory has; none is possible."""
+  memory, reading, writing = analysis.memory, analysis.reads, plots.write_names(analysis)
+  panels = [
+    ("Forgetting λ (learned)", memory.forgetting, writing),
+    (f"{_strength(analysis)}, mean over tokens", memory.strength, writing),
+    ("Read gain (learned)", memory.gain, reading),
+    ("Gate, mean over tokens", memory.gate, reading),
+  ]
+  return [panel for panel in panels if not np.isnan(panel[1]).all()]
 
 
 def _strength(analysis):

@@ -119,12 +119,12 @@ def _config(model):
 
 
 def _mixer_parameters(params):
-  """On the host, where single tokens are looked at."""
+  """On one device, where single tokens are looked at."""
   chosen = {
     part: own if part.endswith("_mixer") else {k: v for k, v in own.items() if k.endswith("_mixer")}
     for part, own in params.items()
   }
-  return jax.device_get(chosen)
+  return jax.tree.map(jnp.asarray, jax.device_get(chosen))
 
 
 def _look(model, params, captured):
