@@ -50,7 +50,7 @@ class VisionTransformer(nn.Module):
     return {} if self.mixer is PreLN else {"groups": 4, "key_dim": 4, "latent_dim": 8}
 
 
-@pytest.mark.parametrize("mixer", [PreLN, LinearDepthMemory])
+@pytest.mark.parametrize("mixer", [pytest.param(PreLN, marks=pytest.mark.slow), LinearDepthMemory])
 def test_a_vision_transformer_learns_with_either_mixer(mixer):
   model = VisionTransformer(mixer)
   rng = np.random.default_rng(0)
@@ -78,6 +78,7 @@ def test_a_vision_transformer_learns_with_either_mixer(mixer):
   assert values[-1] < 0.2
 
 
+@pytest.mark.slow
 def test_nnx_bridge_gives_the_same_values_and_gradients():
   x = jax.random.normal(jax.random.key(0), (2, 3, 16))
   mixer = LinearDepthMemory(1, groups=4, key_dim=4, latent_dim=8, gain_init=0.5)

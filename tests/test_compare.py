@@ -176,6 +176,7 @@ def test_a_second_call_does_nothing(whole, monkeypatch):
   assert before == [(path, path.read_bytes(), path.stat().st_mtime_ns) for path in files]
 
 
+@pytest.mark.slow
 def test_a_stopped_comparison_goes_on_to_the_same_losses(whole, tmp_path, capsys):
   out = tmp_path / "out"
   shutil.copytree(whole.out, out)

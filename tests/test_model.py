@@ -46,7 +46,9 @@ def test_mechanisms_start_from_the_same_weights():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rule", ["rls", pytest.param("delta", marks=pytest.mark.slow), "outer"])
+@pytest.mark.parametrize(
+  "rule", ["rls", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("delta", "outer"))]
+)
 def test_gain_zero_gives_the_logits_of_preln_to_the_bit(rule, dtype):
   model, params = make(with_mixer(tiny_config(), rule=rule), dtype=jnp.dtype(dtype))
   plain = TransformerLM(tiny_config("preln").model, dtype=jnp.dtype(dtype))
@@ -64,7 +66,14 @@ def test_gain_zero_gives_the_logits_of_preln_to_the_bit(rule, dtype):
     )
 
 
-@every_mechanism
+@pytest.mark.parametrize(
+  "config",
+  [
+    pytest.param(with_kind(name), marks=() if name == "rls" else pytest.mark.slow)
+    for name in MECHANISMS
+  ],
+  ids=list(MECHANISMS),
+)
 def test_no_logit_depends_on_a_later_token(config):
   model, params = make(config)
   vocab = model.config.padded_vocab_size

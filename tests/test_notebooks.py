@@ -16,6 +16,7 @@ SETTINGS = {
   "05_planning_a_pod_run": ('TOPOLOGY, BLOCKS = "v5e:2x2", (1, 2)', 2),
 }
 MARKS = {
+  "01_quickstart": (pytest.mark.slow,),
   "03_looking_inside": (pytest.mark.slow,),
   "05_planning_a_pod_run": (needs_libtpu, pytest.mark.slow),
 }

@@ -10,6 +10,7 @@ from ldm_jax.errors import InputError
 from tests.rig import tiny_config, with_model, write_config
 
 
+@pytest.mark.slow
 def test_the_data_command_reports_every_source(monkeypatch, capsys, tmp_path):
   config = with_model(tiny_config("preln"), blocks=1)
   write_config(tmp_path, config)

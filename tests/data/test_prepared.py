@@ -184,6 +184,7 @@ def test_bits_per_byte_only_where_tokens_are_bytes(folder):
   assert set(evaluate(sums, batches, 256)) == {"loss", "tokens", "bits_per_byte"}
 
 
+@pytest.mark.slow
 def test_a_run_on_bpe_data_resumes_from_a_moved_folder_and_no_other(folder, tmp_path):
   config = config_for(folder / "bpe", kind="preln", steps=2, eval_every=2, checkpoint_every=1)
   assert loop.train(config, tmp_path / "run") == 0

@@ -133,7 +133,10 @@ def test_first_read_is_the_embedding_and_has_no_parameters(name):
   assert not variables
 
 
-@slow_unless_quick(VARIANTS)
+@pytest.mark.parametrize(
+  "name",
+  [pytest.param(name, marks=() if name == "hc" else pytest.mark.slow) for name in VARIANTS],
+)
 def test_vmap_and_remat_change_no_value(name):
   stack, variables, apply, gradient = make(name)
   narrow = VARIANTS[name].memory_dtype == "bfloat16"

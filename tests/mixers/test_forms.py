@@ -93,7 +93,7 @@ def slow(*values):
     ("history", None, 4, 7),
     ("chunked", 3, 4, 8),
     slow("chunked", 1, 8, 3),
-    ("state", None, 4, 4),
+    slow("state", None, 4, 4),
     slow("chunked", 8, 8, 20),
     *(
       slow(form, chunk, key_dim, sublayers)
@@ -121,7 +121,7 @@ def test_the_kernels_equal_the_reference(on_tpu, chunk, key_dim, sublayers):
   "changes",
   [
     {"rule": "outer"},
-    {"readout": "memory_only", "write_embedding": True},
+    slow({"readout": "memory_only", "write_embedding": True}),
     slow({"write_every": 2, "residual": False}),
     slow({"shared_key": True, "forgetting": False}),
     slow({"importance": False}),

@@ -37,12 +37,14 @@ DEPTHS = {
   **dict.fromkeys(OTHERS, (3, 24)),
   **dict.fromkeys(("block_writes", "attnres_full"), (1, 3, 24)),
 }
+# What takes long and is also held to another form, or to a deeper case.
+ON_DEMAND = ("one_group", "shared_key", "no_forgetting", "no_importance", "embedding_rls")
 CASES = [
   pytest.param(
     config,
     sublayers,
     id=f"{name}-{sublayers}",
-    marks=pytest.mark.slow if sublayers == 24 and name != "rls" else (),
+    marks=pytest.mark.slow if name in ON_DEMAND or sublayers in (1, 24) else (),
   )
   for name, config in {**MAIN, **OTHERS}.items()
   for sublayers in DEPTHS[name]

@@ -73,6 +73,7 @@ def test_a_run_leaves_config_metrics_events_and_checkpoints(straight):
   assert record["tokens"] == 8 * 32 * 6
 
 
+@pytest.mark.slow
 def test_watching_a_run_does_not_change_it(straight, tmp_path, monkeypatch, capsys):
   """Depth metrics, a profile and MFU from step 4 on: the same parameters to the bit."""
   config, reference = straight
@@ -141,6 +142,7 @@ def test_a_stop_during_evaluation_saves_and_the_evaluation_is_made_up_for(
   assert trace(tmp_path) == trace(reference)
 
 
+@pytest.mark.slow
 def test_the_best_evaluation_is_kept_apart_if_asked_for(straight, tmp_path, monkeypatch):
   config, reference = straight
   config = dataclasses.replace(
@@ -283,6 +285,7 @@ def test_the_first_bad_leaf_is_the_one_that_was_poisoned(tmp_path, monkeypatch):
   assert "first gradient that is not finite: a_2/x (2" in loop._first_bad(names, metrics)
 
 
+@pytest.mark.slow
 def test_a_stop_during_the_last_evaluation_asks_to_be_run_again(straight, tmp_path, monkeypatch):
   config, reference = straight
   shutil.copytree(reference, tmp_path / "run")
@@ -380,6 +383,7 @@ def test_a_restored_state_is_donated_as_a_fresh_one(straight, tmp_path):
 
 
 @pytest.mark.slow  # test_kills has shorter real processes
+@pytest.mark.slow
 def test_the_command_survives_a_real_interrupt(tmp_path):
   """The process gets SIGINT while it trains; the same command ends the run."""
   write_config(tmp_path, tiny_config("preln", steps=400))
