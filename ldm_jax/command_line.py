@@ -5,6 +5,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import tyro
 from etils import epath
@@ -48,9 +49,19 @@ def parse_train_arguments(argv: Sequence[str]) -> tuple[Config, epath.Path]:
   return config, epath.Path(parsed.workdir or f"runs/{parsed.config.stem}")
 
 
-def command_parser(module: str, description: str) -> argparse.ArgumentParser:
+class OneLineParser(argparse.ArgumentParser):
+  """A parser whose refusals are `InputError`s, one line without the usage."""
+
+  def error(self, message: str) -> NoReturn:
+    """Refuses."""
+    raise InputError(f"{message}; {self.prog} --help lists the options")
+
+
+def command_parser(
+  module: str, description: str, kind: type[argparse.ArgumentParser] = argparse.ArgumentParser
+) -> argparse.ArgumentParser:
   """A parser for `python -m MODULE` that shows the description as it is written."""
-  return argparse.ArgumentParser(
+  return kind(
     prog=f"python -m {module}",
     description=description,
     formatter_class=argparse.RawDescriptionHelpFormatter,

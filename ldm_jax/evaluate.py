@@ -26,13 +26,12 @@ from ldm_jax.environment import check_platform
 from ldm_jax.errors import InputError
 from ldm_jax.files import store_errors, write_atomically
 from ldm_jax.scoring import Scorer, Tally, score_batches
-from ldm_jax.sharding import RULES
+from ldm_jax.sharding import parts_of
 from ldm_jax.trained import (
   TrainedModel,
   check_knows_data,
   load_run_config,
   load_trained,
-  with_data,
 )
 
 __all__ = ["evaluate_run", "main"]
@@ -61,7 +60,7 @@ def evaluate_run(
   limit = len(rows)
   if batches is not None:
     rows, limit = dataset.evaluation_rows(part), batches * config.data.batch_size
-  parts = math.prod(mesh.shape[axis] for axis in RULES["batch"])
+  parts = parts_of(mesh, "batch")
   size = parts * math.ceil(config.data.batch_size // config.train.accumulate / parts)
   tally = Tally(boundary if batches is None else None)
   scorer = Scorer(trained.model, trained.params, mesh)
@@ -72,11 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Parses the command line, evaluates, prints, and returns the exit code."""
   arguments = _parse(argv)
   check_platform()
-  config = load_run_config(arguments.workdir)
   if arguments.data is None:
     check_knows_data(arguments.workdir, "give --data FOLDER")
-  else:
-    config = with_data(config, arguments.data, arguments.workdir)
+  config = load_run_config(arguments.workdir, arguments.data)
   dataset = load_dataset(config)
   if arguments.per_document and dataset.tokenizer is None:
     raise InputError("--per-document: data.source = synthetic has no documents; leave it out")

@@ -28,7 +28,7 @@ from ldm_jax.decoding import (
 from ldm_jax.environment import check_platform
 from ldm_jax.errors import InputError
 from ldm_jax.model import TransformerLM
-from ldm_jax.trained import load_run_config, load_trained, run_tokenizer, with_data
+from ldm_jax.trained import load_run_config, load_trained, run_tokenizer
 from ldm_jax.typing import PyTree
 
 __all__ = ["Continuation", "generate", "main"]
@@ -84,9 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     raise InputError(f"--seed {arguments.seed} must be at least 0 and below 2147483648")
   prompts = _prompts(arguments)
   check_platform()
-  config = load_run_config(arguments.workdir)
-  if arguments.data is not None:
-    config = with_data(config, arguments.data, arguments.workdir)
+  config = load_run_config(arguments.workdir, arguments.data)
   tokenizer = run_tokenizer(arguments.workdir, config)
   context = config.data.sequence_length
   count = _new_tokens(arguments.max_new_tokens, tokenizer, prompts, context)

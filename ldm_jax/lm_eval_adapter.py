@@ -29,8 +29,8 @@ from ldm_jax.data import Batch
 from ldm_jax.decoding import Sampling, text_decoder
 from ldm_jax.errors import InputError
 from ldm_jax.scoring import Scorer
-from ldm_jax.sharding import RULES
-from ldm_jax.trained import load_run_config, load_trained, run_tokenizer, with_data
+from ldm_jax.sharding import parts_of
+from ldm_jax.trained import load_run_config, load_trained, run_tokenizer
 
 _log = logging.getLogger(__name__)
 _NEW_TOKENS = 256  # where a task does not say, as in the harness's own models
@@ -71,9 +71,7 @@ class LdmJaxLM(TemplateLM):
     del device
     if unknown:
       raise InputError(f"--model_args {', '.join(unknown)}: not known; see ldm_jax.lm_eval_adapter")
-    config = load_run_config(workdir)
-    if data is not None:
-      config = with_data(config, data, workdir)
+    config = load_run_config(workdir, data)
     self.run_tokenizer = run_tokenizer(workdir, config)
     trained = load_trained(workdir, step, "best" if best else "checkpoints")
     self.max_length = config.data.sequence_length if max_length is None else int(max_length)
@@ -86,7 +84,7 @@ class LdmJaxLM(TemplateLM):
       trained.model, trained.params, self.run_tokenizer, config.data.sequence_length
     )
     rows = 8 if str(batch_size).startswith("auto") else int(batch_size)
-    parts = math.prod(trained.mesh.shape[axis] for axis in RULES["batch"])
+    parts = parts_of(trained.mesh, "batch")
     self.rows = parts * math.ceil(rows / parts)
 
   @property

@@ -21,7 +21,7 @@ from typing import NamedTuple, get_args, get_type_hints
 
 import jax
 
-from ldm_jax.command_line import parse_config_arguments, run_command
+from ldm_jax.command_line import OneLineParser, parse_config_arguments, run_command
 from ldm_jax.config import Config, MixerConfig, with_mixer
 from ldm_jax.errors import InputError
 from ldm_jax.planning.plans import Plan, plan, state_bytes
@@ -102,13 +102,8 @@ def _print_plans(plans):
     print(line)
 
 
-class _Parser(argparse.ArgumentParser):
-  def error(self, message):
-    raise InputError(f"{message}; {_PROG} --help lists the options")
-
-
 def _parse(argv) -> _Options:
-  parser = _Parser(
+  parser = OneLineParser(
     prog=_PROG,
     description=__doc__,
     epilog="train.py --help lists the settings.",

@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ldm_jax.config import Config, MeshConfig
 from ldm_jax.errors import InputError
@@ -172,6 +172,11 @@ def arrange_devices(shape: Sequence[int], devices: Sequence[jax.Device | Any]) -
   )
 
 
+def parts_of(mesh: Mesh | AbstractMesh, axis: str) -> int:
+  """How many parts a mesh splits a logical axis into."""
+  return math.prod(mesh.shape[mesh_axis] for mesh_axis in RULES[axis])
+
+
 def check_divisible(config: Config, mesh: Mesh) -> None:
   """Refuses sizes that the mesh cannot split evenly.
 
@@ -191,7 +196,7 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
   if model.mixer.kind == "ldm":
     sizes["model.mixer.groups"] = ("groups", model.mixer.groups)
   for setting, (axis, size) in sizes.items():
-    parts = math.prod(mesh.shape[mesh_axis] for mesh_axis in RULES[axis])
+    parts = parts_of(mesh, axis)
     if size % parts:
       names = " x ".join(f"mesh.{mesh_axis}" for mesh_axis in RULES[axis])
       per_step = " per accumulation step" if axis == "batch" and config.train.accumulate > 1 else ""

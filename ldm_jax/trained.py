@@ -159,14 +159,21 @@ def check_knows_data(workdir: PathLike, way_out: str) -> None:
     raise InputError(f"--workdir {workdir}: an export does not say what data it is of; {way_out}")
 
 
-def load_run_config(workdir: PathLike) -> Config:
+def load_run_config(workdir: PathLike, data: PathLike | None = None) -> Config:
   """The config of the run in a workdir, or of an export as far as that knows it.
 
+  Args:
+    workdir: of the run, or an export.
+    data: a prepared data set to use instead of the run's, see `with_data`.
+
   Raises:
-    InputError: if there is no run, or its `config.json` is damaged.
+    InputError: if there is no run, its `config.json` is damaged, or the data do not fit.
   """
-  if is_export(workdir):
-    return read_exported_config(workdir)
+  config = read_exported_config(workdir) if is_export(workdir) else _saved_config(workdir)
+  return config if data is None else with_data(config, data, workdir)
+
+
+def _saved_config(workdir):
   path = epath.Path(workdir) / "config.json"
   try:
     with store_errors(workdir):

@@ -24,7 +24,7 @@ import jax
 from ldm_jax.analysis.figures import draw
 from ldm_jax.analysis.measure import Analysis, analyse
 from ldm_jax.analysis.report import as_json, summary
-from ldm_jax.command_line import command_parser, run_command
+from ldm_jax.command_line import OneLineParser, command_parser, run_command
 from ldm_jax.config import Config, MeshConfig
 from ldm_jax.data import load_dataset
 from ldm_jax.data.packing import Batch
@@ -34,8 +34,6 @@ from ldm_jax.files import is_remote, write_atomically
 from ldm_jax.joining import check_alone
 from ldm_jax.sharding import make_mesh
 from ldm_jax.trained import check_knows_data, load_trained
-
-_PROG = "python -m ldm_jax.analysis"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,12 +113,7 @@ def _check_out(out):
 
 
 def _parse(argv):
-  parser = command_parser("ldm_jax.analysis", __doc__)
-
-  def refuse(message):
-    raise InputError(f"{message}; {_PROG} --help lists the options")
-
-  parser.error = refuse
+  parser = command_parser("ldm_jax.analysis", __doc__, OneLineParser)
   parser.add_argument("--workdir", required=True, help="of the run, may be gs://")
   parser.add_argument("--out", required=True, help="folder for figures and numbers")
   parser.add_argument("--step", type=int, help="which checkpoint (default: the newest)")

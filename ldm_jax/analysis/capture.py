@@ -1,6 +1,6 @@
 """What every sublayer reads and puts out, at some tokens, from the model as it is.
 
-Each mixer's call is intercepted, so the network that is looked at is the one that trained, in
+Each mixer's call is observed, so the network that is looked at is the one that trained, in
 whatever form and on whatever mesh.  Only the chosen tokens leave it.
 """
 
@@ -13,13 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from ldm_jax.data.packing import Batch
-from ldm_jax.mixers import DepthMixer
+from ldm_jax.mixers.observation import COLLECTION, note, noted, observer
 from ldm_jax.model import TransformerLM
 from ldm_jax.sharding import constrain
 from ldm_jax.training.step import LossSums, loss_sums
 from ldm_jax.typing import PyTree
-
-_COLLECTION = "captured"
 
 
 class Captured(NamedTuple):
@@ -68,10 +66,9 @@ def capture(
       batch.tokens,
       batch.positions,
       batch.segment_ids,
-      mutable=[_COLLECTION],
+      mutable=[COLLECTION],
     )
-  seen = jax.tree.leaves(collections, is_leaf=lambda leaf: isinstance(leaf, _Seen))
-  seen = sorted(seen, key=lambda one: one.index)
+  seen = noted(collections, _Seen)
   reads = jnp.stack([one.read for one in seen])
   outputs = jnp.stack([one.output for one in seen[:-1]])
   return Captured(reads, outputs), loss_sums(logits, batch.targets, batch.loss_mask)
@@ -83,27 +80,18 @@ def _observer(sublayers, tokens):
   def at_tokens(x):
     return x.reshape(-1, x.shape[-1])[tokens]
 
-  def intercept(call, args, kwargs, context):
-    mixer = context.module
-    if not isinstance(mixer, DepthMixer):
-      return call(*args, **kwargs)
-    if context.method_name == "read" and mixer.index == sublayers:
-      h = call(*args, **kwargs)
-      _note(mixer, _Seen(mixer.index, at_tokens(h)))
-      return h
-    if context.method_name != "__call__":
-      return call(*args, **kwargs)
-    streams, sublayer = args
+  def at_sublayer(mixer, streams, sublayer):
+    del streams
 
     def observed(h):
       v = sublayer(h)
-      _note(mixer, _Seen(mixer.index, at_tokens(h), at_tokens(v)))
+      note(mixer, _Seen(mixer.index, at_tokens(h), at_tokens(v)))
       return v
 
-    return call(streams, observed)
+    return observed
 
-  return intercept
+  def at_head(mixer, streams, h):
+    del streams
+    note(mixer, _Seen(mixer.index, at_tokens(h)))
 
-
-def _note(mixer, seen):
-  mixer.sow(_COLLECTION, "seen", seen, init_fn=lambda: None, reduce_fn=lambda _, new: new)
+  return observer(sublayers, at_sublayer, at_head)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 
 from ldm_jax.analysis.replay import Moment, Sources
 from ldm_jax.ops import depth_memory as dm
+from ldm_jax.ops.depth_memory.natural import Natural
 from ldm_jax.ops.products import exact_einsum
 from ldm_jax.typing import AnyArray
 
@@ -197,7 +198,7 @@ class MemoryMeasurement:
 
 def _first_controls(mixer, tokens):
   """Key, ω (or β) and λ of the embedding as a record; None where the rule has none."""
-  key = jnp.full((tokens, mixer.groups, mixer.key_dim), mixer.key_dim**-0.5)
+  key = Natural(mixer.groups, mixer.key_dim).constant_key((1, tokens))[0]
   strength = None if mixer.rule == "outer" else jnp.ones(key.shape[:-1])
   return key, strength, jnp.ones(mixer.groups) if mixer.rule == "rls" else None
 

@@ -19,7 +19,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from ldm_jax.benchmarks.steps import comparison_parser, configs_of
+from ldm_jax.benchmarks.steps import comparison_parser, configs_of, measure_in_turn
 from ldm_jax.command_line import run_command
 from ldm_jax.config import Config
 from ldm_jax.decoding import Decoder, Sampling
@@ -39,17 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
   check_platform()
   configs = configs_of(arguments)
   timers = {name: DecodeTimer(c, arguments.rows, arguments.tokens) for name, c in configs.items()}
-  for _ in range(arguments.rounds):
-    for timer in timers.values():
-      timer.measure()
-  baseline = timers[arguments.baseline.stem].median
+  medians, shared = measure_in_turn(timers, arguments)
   result = {
-    "measured_on": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-    "rounds": arguments.rounds,
+    **shared,
     "rows": arguments.rows,
     "tokens": arguments.tokens,
-    "tokens_per_second": {name: timer.median for name, timer in timers.items()},
-    "ratios": {name: timer.median / baseline for name, timer in timers.items()},
+    "tokens_per_second": medians,
   }
   print(json.dumps(result) if arguments.json else _table(result))
   return 0

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import jax
 import numpy as np
@@ -40,19 +40,35 @@ def main() -> int:
     raise InputError(f"--rounds must be at least 1, got {arguments.rounds}")
   check_platform()
   timers = {name: StepTimer(config) for name, config in configs_of(arguments).items()}
-  for _ in range(arguments.rounds):
-    for timer in timers.values():
-      timer.measure()
-  baseline = timers[arguments.baseline.stem].median
+  medians, shared = measure_in_turn(timers, arguments)
   result = {
-    "measured_on": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
-    "rounds": arguments.rounds,
-    "seconds": {name: timer.median for name, timer in timers.items()},
+    **shared,
+    "seconds": medians,
     "temporary_bytes": {name: timer.temporary_bytes for name, timer in timers.items()},
-    "ratios": {name: timer.median / baseline for name, timer in timers.items()},
   }
   print(json.dumps(result) if arguments.json else _table(result))
   return 0
+
+
+def measure_in_turn(
+  timers: Mapping[str, Any], arguments: argparse.Namespace
+) -> tuple[dict[str, float], dict[str, Any]]:
+  """Calls every timer's `measure` in each of the rounds.
+
+  Returns:
+    The median of each, and what all such measurements report: where, how often, and ratios to the
+    baseline.
+  """
+  for _ in range(arguments.rounds):
+    for timer in timers.values():
+      timer.measure()
+  medians = {name: timer.median for name, timer in timers.items()}
+  baseline = medians[arguments.baseline.stem]
+  return medians, {
+    "measured_on": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+    "rounds": arguments.rounds,
+    "ratios": {name: median / baseline for name, median in medians.items()},
+  }
 
 
 def configs_of(arguments: argparse.Namespace) -> Mapping[str, Config]:

@@ -1,10 +1,9 @@
 """What happens along the depth of a network: sizes of streams, outputs and gradients per sublayer.
 
-The model is the one that trains, unchanged.  Each mixer's call is intercepted: on the way in the
+The model is the one that trains, unchanged.  Each mixer's call is observed: on the way in the
 streams are measured, and the sublayer is wrapped so that its output v is measured and the gradient
-that comes back for it, too.  Forward numbers leave through a Flax collection, which works inside
-rematerialised blocks; the backward number leaves as the "gradient" of a dummy (`_tap`), so no
-gradient array is ever kept.
+that comes back for it, too.  Forward numbers leave as `mixers.observation` has it; the backward
+number leaves as the "gradient" of a dummy (`_tap`), so no gradient array is ever kept.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,8 @@ from jaxtyping import Array, Float
 
 from ldm_jax.config import Config
 from ldm_jax.data.packing import Batch
-from ldm_jax.mixers import DeferredMemoryStreams, DepthMixer, HyperConnectionStreams
+from ldm_jax.mixers import DeferredMemoryStreams, HyperConnectionStreams
+from ldm_jax.mixers.observation import COLLECTION, note, noted, observer
 from ldm_jax.sharding import constrain
 from ldm_jax.training.step import (
   StepMetrics,
@@ -32,8 +32,6 @@ from ldm_jax.training.step import (
   sum_over_parts,
 )
 from ldm_jax.typing import ActivationsBTD, PyTree
-
-_COLLECTION = "depth_metrics"
 
 
 class DepthSums(NamedTuple):
@@ -79,11 +77,10 @@ def make_depth_step(config: Config) -> Callable[[TrainState, Batch], DepthSums]:
         batch.positions,
         batch.segment_ids,
         keys,
-        mutable=[_COLLECTION],
+        mutable=[COLLECTION],
       )
     sums = loss_sums(logits, batch.targets, batch.loss_mask)
-    seen = jax.tree.leaves(collections, is_leaf=lambda leaf: isinstance(leaf, _Seen))
-    seen = sorted(seen, key=lambda one: one.index)
+    seen = noted(collections, _Seen)
     streams = tuple(one.streams for one in seen)
     outputs = jnp.stack([one.output for one in seen[:-1]])
     return sums.cross_entropy + z_loss * sums.squared_log_partition, (streams, outputs, sums.tokens)
@@ -172,28 +169,19 @@ def _norms_by_part(metrics, params):
 def _observer(taps):
   """A method interceptor that measures what goes into each mixer and out of its sublayer."""
 
-  def intercept(call, args, kwargs, context):
-    mixer = context.module
-    if not isinstance(mixer, DepthMixer):
-      return call(*args, **kwargs)
-    if context.method_name == "read" and mixer.index == taps.shape[0]:
-      _note(mixer, _Seen(mixer.index, _mean_squares(args[0])))
-    if context.method_name != "__call__":
-      return call(*args, **kwargs)
-    streams, sublayer = args
-
+  def at_sublayer(mixer, streams, sublayer):
     def observed(h):
       v = _tap(sublayer(h), taps[mixer.index])
-      _note(mixer, _Seen(mixer.index, _mean_squares(streams), _mean_square(v)))
+      note(mixer, _Seen(mixer.index, _mean_squares(streams), _mean_square(v)))
       return v
 
-    return call(streams, observed)
+    return observed
 
-  return intercept
+  def at_head(mixer, streams, h):
+    del h
+    note(mixer, _Seen(mixer.index, _mean_squares(streams)))
 
-
-def _note(mixer, seen):
-  mixer.sow(_COLLECTION, "seen", seen, init_fn=lambda: None, reduce_fn=lambda _, new: new)
+  return observer(taps.shape[0], at_sublayer, at_head)
 
 
 @jax.custom_vjp

@@ -12,7 +12,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from ldm_jax.sharding import RULES, partition_spec
+from ldm_jax.sharding import RULES, partition_spec, parts_of
 from ldm_jax.typing import TokensBT
 
 LANES = 128  # of a TPU register: the unit of the kernel's blocks
@@ -40,9 +40,7 @@ def splash_attention(
     kernel = _make_kernel(q_BTHC.shape[1], q_BTHC.shape[2], 1, interpret)
     return _rows(kernel, q_BTHC, k_BTJC, v_BTJC, segment_ids_BT, segment_ids_BT)
 
-  shards, head_shards = (
-    math.prod(mesh.shape[name] for name in RULES[axis]) for axis in ("sequence", "heads")
-  )
+  shards, head_shards = parts_of(mesh, "sequence"), parts_of(mesh, "heads")
 
   def local(kernel, q, k, v, segment_ids):
     keys = [k, v, segment_ids]

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from ldm_jax.errors import InputError
-from ldm_jax.ops.depth_memory.natural import Natural, is_single
+from ldm_jax.ops.depth_memory.covariance import is_single
+from ldm_jax.ops.depth_memory.natural import Natural
 from ldm_jax.ops.depth_memory.token_minor import TokenMinor
 from ldm_jax.ops.planes import stream_refusal
 from ldm_jax.ops.program import program_of

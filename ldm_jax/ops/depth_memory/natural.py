@@ -4,23 +4,14 @@ What a CPU likes best: K is the vector axis.  See `deferred` for what is compute
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 
+from ldm_jax.ops.depth_memory.covariance import dot, symmetric_outer, times, write_covariance
 from ldm_jax.ops.depth_memory.deferred import Covariance, Record
-from ldm_jax.ops.depth_memory.reference import eigenvalue_limit, mean_eigenvalue
 from ldm_jax.ops.normalize import inverse_rms, l2norm
-from ldm_jax.ops.products import exact_einsum
 from ldm_jax.sharding import constrain
-
-_FEW_ROWS = 64
-
-
-def is_single(shape: tuple[int, ...]) -> bool:
-  """Whether arrays [B, T, …] are of one token of few rows, as in decoding."""
-  return shape[0] <= _FEW_ROWS and shape[1] == 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +134,7 @@ class Natural:
     """P after a write, and the record of it."""
     if covariance is None:
       return None, Record(key, jnp.ones(key.shape[:-1]))
-    return _write(self._alone, covariance, key, importance, forgetting)
+    return write_covariance(self._alone, covariance, key, importance, forgetting)
 
   @property
   def _alone(self):
@@ -162,12 +153,12 @@ class Natural:
 
   def _weights(self, query, matrix, records, memory):
     """z on the memory planes, if there are any, and w on the pending values; and Γ P q."""
-    projection = query if matrix is None else _times(matrix, query)
+    projection = query if matrix is None else times(matrix, query)
     if self.single:
       stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *records)
-      weights = tuple(stacked.weight * _dot(stacked.key, projection[None]))
+      weights = tuple(stacked.weight * dot(stacked.key, projection[None]))
     else:
-      weights = tuple(record.weight * _dot(record.key, projection) for record in records)
+      weights = tuple(record.weight * dot(record.key, projection) for record in records)
     if memory:
       rest = query
       if matrix is not None:  # a sum of outer products corrects nothing
@@ -177,14 +168,14 @@ class Natural:
 
   def read_gradients(self, residual, query, scale, memory, values, records, covariance):
     """Cotangents of (query, scale, covariance), and the message to the writes."""
-    products = tuple(_dot(self._split(residual), self._split(x)) for x in (*memory, *values))
+    products = tuple(dot(self._split(residual), self._split(x)) for x in (*memory, *values))
     matrix = covariance and covariance.matrix
     (query_bar, scale_bar, projection_bar), message = self._alone(
       self._weight_gradients, query, scale, matrix, records, bool(memory), products
     )
     covariance_bar = None
     if covariance is not None:
-      matrix_bar = _symmetric_outer(projection_bar, query)
+      matrix_bar = symmetric_outer(projection_bar, query)
       covariance_bar = Covariance(matrix_bar, jnp.zeros_like(covariance.decay))
     return (query_bar, scale_bar, covariance_bar), message
 
@@ -197,14 +188,14 @@ class Natural:
     planes = self.key_dim if memory else 0
     rest = jnp.stack(products[:planes], -1) if memory else None
     gradients = tuple(
-      product if rest is None or matrix is None else product - _dot(record.key, rest)
+      product if rest is None or matrix is None else product - dot(record.key, rest)
       for product, record in zip(products[planes:], records, strict=True)
     )
     projection_bar = sum(
       (record.weight * gradient)[..., None] * record.key
       for record, gradient in zip(records, gradients, strict=True)
     )
-    query_bar = projection_bar if matrix is None else _times(matrix, projection_bar)
+    query_bar = projection_bar if matrix is None else times(matrix, projection_bar)
     if rest is not None:
       query_bar = query_bar + rest
     message = {
@@ -233,7 +224,7 @@ class Natural:
     for message in messages:
       _, gradient, weight = message.writes[index]
       key_bar = key_bar + (record.weight * gradient)[..., None] * message.projection
-      weight_bar = weight_bar + gradient * _dot(record.key, message.projection)
+      weight_bar = weight_bar + gradient * dot(record.key, message.projection)
       if message.rest is not None:
         key_bar = key_bar - weight[..., None] * message.rest
     return value_bar, Record(key_bar, weight_bar)
@@ -249,7 +240,7 @@ class Natural:
   def fold(self, memory, values, records, covariance):
     """The K memory planes with all pending writes in them: reads with each unit vector."""
     matrix = None
-    if covariance is not None:  # `_write` wants symmetric cotangents
+    if covariance is not None:  # `write_covariance` wants symmetric cotangents
       matrix = 0.5 * (covariance.matrix + jnp.swapaxes(covariance.matrix, -1, -2))
     weights = []
     for index in range(self.key_dim):
@@ -282,26 +273,6 @@ def _scaled(weights, scale):
   return tuple(weights) if scale is None else tuple(scale * weight for weight in weights)
 
 
-def _dot(a, b):
-  return jnp.sum(a * b, axis=-1)
-
-
-def _times(matrix, vector):
-  if is_single(vector.shape):  # a product of its own costs more than its sums
-    return jnp.sum(matrix * vector[..., None, :], axis=-1)
-  return exact_einsum("...ij,...j->...i", matrix, vector)
-
-
-def _symmetric_outer(a, b):
-  """(a bᵀ + b aᵀ) / 2, without a transposition, which CPUs do one number at a time."""
-  return 0.5 * (a[..., :, None] * b[..., None, :] + b[..., :, None] * a[..., None, :])
-
-
-def _times_identity(numbers, size):
-  identity = jnp.eye(size)[(None,) * numbers.ndim]
-  return numbers[..., None, None] * identity
-
-
 def _apart(function, *operands):
   """function(*operands), without XLA fusing anything inside with anything outside.
 
@@ -326,87 +297,3 @@ def _apart(function, *operands):
 
 def _together(function, *operands):
   return function(*operands)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _write(alone, covariance, key, importance, forgetting):
-  return _write_forward(alone, covariance, key, importance, forgetting)[0]
-
-
-def _bounded(matrix, decay, forgetting):
-  """λ as `reference.bounded_forgetting` bounds it, that bound, and the mean eigenvalue of Γ P."""
-  mean = mean_eigenvalue(matrix)
-  bound = jnp.minimum(1.0, mean / (eigenvalue_limit(mean.dtype) * decay))
-  return jnp.maximum(forgetting, bound), bound, mean
-
-
-def _write_forward(alone, covariance, key, importance, forgetting):
-  def vectors(matrix, decay, key, importance, forgetting):
-    bounded, _, mean = _bounded(matrix, decay, forgetting)
-    decay = decay * bounded
-    weight = importance / decay
-    projection = _times(matrix, key)
-    share = weight / (1 + weight * _dot(key, projection))
-    return decay, weight, projection, share, 0.5 * jnp.finfo(mean.dtype).eps * mean
-
-  matrix = covariance.matrix
-  decay, weight, projection, share, floor = alone(
-    vectors, matrix, covariance.decay, key, importance, forgetting
-  )
-  downdate = share[..., None, None] * (projection[..., :, None] * projection[..., None, :])
-  matrix = matrix - downdate + _times_identity(floor, matrix.shape[-1])
-  out = Covariance(matrix, decay), Record(key, weight)
-  return out, (covariance, key, importance, forgetting)
-
-
-def _write_backward(alone, kept, gradients):
-  """By hand: automatic differentiation goes over the matrices twice as often.
-
-  With s = P k, d = 1 + w k·s, h = w / d and a symmetric cotangent A of P − h s sᵀ:
-      s̄ = −2 h A s + d̄ w k,   h̄ = −sᵀ A s,   d̄ = −h̄ w / d²,   P̄ = A + (s̄ kᵀ + k s̄ᵀ) / 2
-  """
-
-  def vectors(matrix_bar, decay_bar, record_bar, matrix, decay, key, importance, forgetting):
-    bounded, bound, _ = _bounded(matrix, decay, forgetting)
-    later = decay * bounded
-    weight = importance / later
-    projection = _times(matrix, key)
-    inner = _dot(key, projection)
-    denominator = 1 + weight * inner
-    share = weight / denominator
-
-    seen = _times(matrix_bar, projection)
-    share_bar = -_dot(projection, seen)
-    denominator_bar = -share_bar * weight / denominator**2
-    weight_bar = record_bar.weight + share_bar / denominator + denominator_bar * inner
-    slope = (denominator_bar * weight)[..., None]
-    projection_bar = slope * key - 2 * share[..., None] * seen
-    key_bar = record_bar.key + slope * projection + _times(matrix, projection_bar)
-
-    decay_bar = decay_bar - weight_bar * weight / later
-    bounded_bar = decay_bar * decay
-    raised = bound > forgetting
-    bound_bar = jnp.where(raised & (bound < 1.0), bounded_bar, 0.0)
-    diagonal_bar = bound_bar / (eigenvalue_limit(matrix.dtype) * decay * matrix.shape[-1])
-    earlier_bar = decay_bar * bounded - bound_bar * bound / decay
-    forgetting_bar = jnp.where(raised, 0.0, bounded_bar)
-    return projection_bar, diagonal_bar, earlier_bar, key_bar, weight_bar / later, forgetting_bar
-
-  covariance, key, *rest = kept
-  covariance_bar, record_bar = gradients
-  projection_bar, diagonal_bar, earlier_bar, *others = alone(
-    vectors,
-    covariance_bar.matrix,
-    covariance_bar.decay,
-    record_bar,
-    covariance.matrix,
-    covariance.decay,
-    key,
-    *rest,
-  )
-  matrix_bar = covariance_bar.matrix + _symmetric_outer(projection_bar, key)
-  matrix_bar = matrix_bar + _times_identity(diagonal_bar, key.shape[-1])
-  return Covariance(matrix_bar, earlier_bar), *others
-
-
-_write.defvjp(_write_forward, _write_backward)

@@ -1,6 +1,5 @@
 """The forms of the operations on planes, what each needs, and kernels on a mesh."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType
 from ldm_jax.errors import InputError
 from ldm_jax.ops.planes.blocks import row_unit
 from ldm_jax.ops.program import is_own_mesh, mesh_refusal, program_of
-from ldm_jax.sharding import RULES, partition_spec
+from ldm_jax.sharding import RULES, partition_spec, parts_of
 from ldm_jax.typing import Dtype
 
 FORMS = ("auto", "plain", "kernel")
@@ -109,7 +108,7 @@ def _refusal(sizes, mesh, platform):
 
 def _parts(axis, mesh):
   """Devices that a mesh splits a logical axis over; inside `shard_map` it is split already."""
-  return math.prod(mesh.shape[name] for name in RULES[axis]) if is_own_mesh(mesh) else 1
+  return parts_of(mesh, axis) if is_own_mesh(mesh) else 1
 
 
 def _dtype_refusal(dtypes):
