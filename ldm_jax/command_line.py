@@ -57,13 +57,12 @@ class OneLineParser(argparse.ArgumentParser):
     raise InputError(f"{message}; {self.prog} --help lists the options")
 
 
-def command_parser(
-  module: str, description: str, kind: type[argparse.ArgumentParser] = argparse.ArgumentParser
-) -> argparse.ArgumentParser:
+def command_parser(module: str, description: str, epilog: str | None = None) -> OneLineParser:
   """A parser for `python -m MODULE` that shows the description as it is written."""
-  return kind(
+  return OneLineParser(
     prog=f"python -m {module}",
     description=description,
+    epilog=epilog,
     formatter_class=argparse.RawDescriptionHelpFormatter,
     allow_abbrev=False,
   )
@@ -90,7 +89,7 @@ def parse_config_arguments(
 
 
 def _parse(arguments_class, argv, prog, others=()):
-  before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+  before = OneLineParser(prog=prog, add_help=False, allow_abbrev=False)
   before.add_argument("--config", default=str(ConfigArguments.config))
   config_path = Path(before.parse_known_args(argv)[0].config)
   config = load_config(config_path)

@@ -13,7 +13,6 @@ settings to add are printed.
 Exit codes: 0 the run fits as it is, 1 it does not, 2 bad configuration or input.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from typing import NamedTuple, get_args, get_type_hints
 
 import jax
 
-from ldm_jax.command_line import OneLineParser, parse_config_arguments, run_command
+from ldm_jax.command_line import command_parser, parse_config_arguments, run_command
 from ldm_jax.config import Config, MixerConfig, with_mixer
 from ldm_jax.errors import InputError
 from ldm_jax.planning.plans import Plan, plan, state_bytes
@@ -103,13 +102,7 @@ def _print_plans(plans):
 
 
 def _parse(argv) -> _Options:
-  parser = OneLineParser(
-    prog=_PROG,
-    description=__doc__,
-    epilog="train.py --help lists the settings.",
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-    allow_abbrev=False,
-  )
+  parser = command_parser("ldm_jax.plan", __doc__, "train.py --help lists the settings.")
   parser.add_argument("--topology", help="chip and slice shape, such as v5e:4x4 or v5p:4x4x4")
   parser.add_argument(
     "--blocks",

@@ -24,7 +24,7 @@ import jax
 from ldm_jax.analysis.figures import draw
 from ldm_jax.analysis.measure import Analysis, analyse
 from ldm_jax.analysis.report import as_json, summary
-from ldm_jax.command_line import OneLineParser, command_parser, run_command
+from ldm_jax.command_line import command_parser, run_command
 from ldm_jax.config import Config, MeshConfig
 from ldm_jax.data import load_dataset
 from ldm_jax.data.packing import Batch
@@ -113,7 +113,7 @@ def _check_out(out):
 
 
 def _parse(argv):
-  parser = command_parser("ldm_jax.analysis", __doc__, OneLineParser)
+  parser = command_parser("ldm_jax.analysis", __doc__)
   parser.add_argument("--workdir", required=True, help="of the run, may be gs://")
   parser.add_argument("--out", required=True, help="folder for figures and numbers")
   parser.add_argument("--step", type=int, help="which checkpoint (default: the newest)")

@@ -9,7 +9,6 @@ consumption is what a training run prints as tokens/s.  With --rounds it also tr
 ten steps on loaded batches and ten on one that stays on the device in turn, and prints the ratio.
 """
 
-import argparse
 import dataclasses
 import json
 import os
@@ -18,7 +17,7 @@ import time
 from pathlib import Path
 
 from ldm_jax.benchmarks.steps import StepTimer
-from ldm_jax.command_line import CONFIGS, run_command
+from ldm_jax.command_line import CONFIGS, command_parser, run_command
 from ldm_jax.config import Config, load_config
 from ldm_jax.data import load_dataset
 from ldm_jax.errors import InputError
@@ -107,7 +106,7 @@ def _table(result):
 
 
 def _parse():
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+  parser = command_parser("ldm_jax.benchmarks.data", __doc__)
   add = parser.add_argument
   add("--config", type=Path, default=CONFIGS / "ldm_tiny.py", help="for the batch's shape")
   add("--prepared", nargs="*", default=[], help="folders of prepared data sets")

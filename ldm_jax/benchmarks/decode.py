@@ -92,7 +92,7 @@ def _table(result):
 
 
 def _parse(argv):
-  parser = comparison_parser(__doc__.split("\n")[0])
+  parser = comparison_parser("ldm_jax.benchmarks.decode", __doc__)
   add = parser.add_argument
   add("--rounds", type=int, default=20, help="timed texts of each (default 20)")
   add("--rows", type=int, default=1, help="texts at once (default 1)")

@@ -21,7 +21,7 @@ from typing import Any, get_args, get_type_hints
 import jax
 import numpy as np
 
-from ldm_jax.command_line import CONFIGS, run_command
+from ldm_jax.command_line import CONFIGS, command_parser, run_command
 from ldm_jax.config import Config, MixerConfig, load_config, with_mixer, with_section
 from ldm_jax.data.packing import Batch
 from ldm_jax.environment import check_platform
@@ -173,9 +173,9 @@ def _table(result):
   return "\n".join(lines)
 
 
-def comparison_parser(description: str) -> argparse.ArgumentParser:
+def comparison_parser(module: str, description: str) -> argparse.ArgumentParser:
   """A parser of options that say which configs, mixers and forms to measure."""
-  parser = argparse.ArgumentParser(description=description, allow_abbrev=False)
+  parser = command_parser(module, description)
   add = parser.add_argument
   add("--config", type=Path, nargs="+", default=[], help="files to measure")
   add("--baseline", type=Path, default=CONFIGS / "preln_tiny.py")
@@ -188,7 +188,7 @@ def comparison_parser(description: str) -> argparse.ArgumentParser:
 
 
 def _parse():
-  parser = comparison_parser(__doc__.split("\n")[0])
+  parser = comparison_parser("ldm_jax.benchmarks.steps", __doc__)
   parser.add_argument("--rounds", type=int, default=20, help="timed steps of each (default 20)")
   return parser.parse_args()
 

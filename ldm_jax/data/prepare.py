@@ -19,7 +19,7 @@ from typing import Any
 
 from etils import epath
 
-from ldm_jax.command_line import run_command
+from ldm_jax.command_line import command_parser, run_command
 from ldm_jax.data.inputs import FORMATS, find_inputs
 from ldm_jax.data.jobs import Settings, remove_leftovers, split_into_jobs
 from ldm_jax.data.prepared import (
@@ -295,12 +295,11 @@ def _problem_lines(inputs, ignored):
 
 
 def _parse(argv):
-  parser = argparse.ArgumentParser(
-    prog="python -m ldm_jax.data.prepare",
-    description="Makes a prepared data set of text, JSON lines or Parquet files. The same command "
-    "goes on after a stop.",
-    epilog="Exit codes: 0 done, 1 failed, 2 bad arguments or input, 75 stopped by a signal.",
-    allow_abbrev=False,
+  parser = command_parser(
+    "ldm_jax.data.prepare",
+    "Makes a prepared data set of text, JSON lines or Parquet files. The same command goes on\n"
+    "after a stop.",
+    "Exit codes: 0 done, 1 failed, 2 bad arguments or input, 75 stopped by a signal.",
   )
   add = parser.add_argument
   add("--input", nargs="+", required=True, help="files, folders or globs, local or gs://")
