@@ -230,3 +230,11 @@ def test_the_chunk_grows_with_the_memory_and_never_beyond_the_writes():
   assert forms.best_chunk(48, 8, limit=5) == 5
   assert forms.step_traffic(1, 48, 8) > 1.5 * forms.step_traffic(8, 48, 8)
   assert forms.step_traffic(48, 48, 8) > 1.5 * forms.step_traffic(8, 48, 8)
+
+
+def test_a_cpu_folds_later_than_a_tpu_since_it_goes_by_terms_and_not_by_traffic():
+  assert forms.step_terms(1, 2, 3) == 3 * (1 + 3 + 4) / 2  # a read, the fold, a read of planes too
+  assert forms.best_chunk(24, 8) < forms.best_chunk(24, 8, cost=forms.step_terms) == 24
+  mixer = LinearDepthMemory(0, groups=G, sublayers=24)
+  chosen = mixer.chosen_form(jnp.zeros((B, T, D)))
+  assert (chosen.name, chosen.chunk) == ("history", 24)

@@ -11,6 +11,7 @@ All forms compute the same numbers, rounding apart:
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -60,7 +61,8 @@ def choose_form(
   """The form that is asked for, or the best one.
 
   "auto" is the kernel in programs for TPUs, where it can run, and otherwise chunked; with the chunk
-  that `best_chunk` finds, which is history where nothing is ever folded.  It is the reference where
+  that `best_chunk` finds by `step_traffic`, or on a CPU by `step_terms`, which is history where
+  nothing is ever folded.  It is the reference where
   the number of writes is not known, since streams then keep their structure from one sublayer to
   the next, and for the delta rule, which only has that.
 
@@ -107,7 +109,8 @@ def choose_form(
   elif form == "state":
     chunk = 1
   elif chunk is None:
-    chunk = best_chunk(writes, key_dim, limit)
+    cost = step_terms if platform == "cpu" else step_traffic
+    chunk = best_chunk(writes, key_dim, limit, cost)
   if limit is not None and chunk > limit:
     raise InputError(
       f"{chunk} writes put off (model.mixer.form = {form}, model.mixer.chunk) are too many for "
@@ -132,19 +135,26 @@ def _limit(smallest_forgetting):
   return max(1, math.floor(_LARGEST_DECAY / -math.log2(smallest_forgetting)))
 
 
-def best_chunk(writes: int | None, key_dim: int, limit: int | None = None) -> int:
-  """The largest chunk whose `step_traffic` is at most 1.1 times the least there is.
+def best_chunk(
+  writes: int | None,
+  key_dim: int,
+  limit: int | None = None,
+  cost: Callable[[int, int, int], float] | None = None,
+) -> int:
+  """The largest chunk whose cost is at most 1.1 times the least there is.
 
   Args:
     writes: in the whole network; None if not known, and many are assumed.
     key_dim: K.
     limit: the most writes that may be put off; None if there is no limit.
+    cost: of a chunk, a number of writes and K; `step_traffic` if not given.
   """
+  cost = step_traffic if cost is None else cost
   writes = 96 if writes is None else writes
   largest = min(writes, 96, limit or 96)
-  costs = {chunk: step_traffic(chunk, writes, key_dim) for chunk in range(1, largest + 1)}
+  costs = {chunk: cost(chunk, writes, key_dim) for chunk in range(1, largest + 1)}
   least = min(costs.values())
-  return max(chunk for chunk, cost in costs.items() if cost <= _SLACK * least)
+  return max(chunk for chunk in costs if costs[chunk] <= _SLACK * least)
 
 
 def step_traffic(chunk: int, writes: int, key_dim: int) -> float:
@@ -174,3 +184,26 @@ def step_traffic(chunk: int, writes: int, key_dim: int) -> float:
       total += 2 * (key_dim + planes + size)  # its gradient
     planes = key_dim
   return total / writes
+
+
+def step_terms(chunk: int, writes: int, key_dim: int) -> float:
+  """Terms weight · array of the stream's size that a training step sums for a write and its read.
+
+  What a CPU's time goes by, where caches hide transfers: a read has a term for each plane and each
+  pending value, a fold one for each of them and each of the K new planes, and either has two more
+  in its gradients.
+
+  Args:
+    chunk: the most writes put off.
+    writes: in the whole network, each followed by one read.
+    key_dim: K.
+  """
+  total, planes, left = 0, 0, writes
+  while left:
+    size = min(chunk, left)
+    left -= size
+    total += size * planes + size * (size + 1) // 2
+    if left:
+      total += key_dim * (planes + size)
+    planes = key_dim
+  return 3 * total / writes
