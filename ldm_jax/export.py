@@ -18,6 +18,7 @@ import math
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,13 @@ from safetensors.numpy import save_file
 
 from ldm_jax import exported
 from ldm_jax.command_line import command_parser, run_command
-from ldm_jax.config import DataConfig, MeshConfig
-from ldm_jax.data.prepared import prepared_tokenizer
-from ldm_jax.data.tokenizer import ByteTokenizer, Tokenizer
+from ldm_jax.config import MeshConfig
+from ldm_jax.data.tokenizer import Tokenizer
 from ldm_jax.errors import InputError, TrainingError, first_line
-from ldm_jax.files import is_remote, sync
+from ldm_jax.files import check_free_to_write, is_remote, sync
 from ldm_jax.model import parameter_count
 from ldm_jax.sharding import make_mesh
-from ldm_jax.trained import TrainedModel, load_trained
+from ldm_jax.trained import TrainedModel, load_run_config, load_trained, run_tokenizer
 from ldm_jax.typing import PathLike
 
 DTYPES = ("float32", "bfloat16")
@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   folder = "best" if options.best else "checkpoints"
   if exported.is_export(options.workdir):
     raise InputError(f"--workdir {options.workdir} is an export; give the workdir of a run")
+  tokenizer = _tokenizer(options.workdir, options.data)
   trained = load_trained(options.workdir, options.step, folder, mesh)
-  tokenizer = _tokenizer(trained.config.data, options.data)
   limit = int(options.shard_gib * 2**30)
   files = save_exported(output, trained, tokenizer, options.dtype, limit, options.overwrite)
   weights = [size for name, size in files.items() if name.endswith(".safetensors")]
@@ -104,7 +104,7 @@ def save_exported(
       f"the tokenizer has {tokenizer.vocab_size} ids and the model {ids}, so it is another one's; "
       "give --data, the folder of the data set that the run was trained on"
     )
-  with _appearing(folder) as partial:
+  with _appearing(folder, overwrite) as partial:
     _write_parameters(partial, trained.params, dtype, shard_bytes)
     about = _about(trained, tokenizer, dtype)
     if getattr(tokenizer, "json", None):
@@ -187,19 +187,14 @@ def _describe(path):
   return {"bytes": path.stat().st_size, "sha256": digest}
 
 
-def _tokenizer(data: DataConfig, elsewhere: str | None) -> Tokenizer | None:
-  """The tokenizer of a run's data, which may lie elsewhere by now."""
-  if data.source != "prepared":
-    if elsewhere is not None:
-      raise InputError(f"--data {elsewhere}: the run's data.source is {data.source}; leave it out")
-    return ByteTokenizer() if data.source == "stdlib" else None
-  folder = data.path if elsewhere is None else elsewhere
-  try:
-    return prepared_tokenizer(folder)
-  except InputError as error:
-    raise InputError(
-      f"{error}; the run was trained on {data.path}, give --data if it lies elsewhere"
-    ) from error
+def _tokenizer(workdir: PathLike, elsewhere: str | None) -> Tokenizer | None:
+  """The tokenizer of a run's data, which may lie elsewhere by now; None for random ids."""
+  source = load_run_config(workdir).data.source
+  if source != "prepared" and elsewhere is not None:
+    raise InputError(f"--data {elsewhere}: the run's data.source is {source}; leave it out")
+  if source == "synthetic":
+    return None
+  return run_tokenizer(workdir, load_run_config(workdir, elsewhere))
 
 
 def _check_output(folder, overwrite) -> Path:
@@ -207,34 +202,45 @@ def _check_output(folder, overwrite) -> Path:
   if is_remote(folder):
     raise InputError(f"--output {folder}: give a folder on a disk, and copy it there afterwards")
   path = Path(os.path.realpath(folder))
+  check_free_to_write("--output", path, folder=True)
   try:
-    free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    held = {file.name for file in path.iterdir()} if path.exists() else set()
   except OSError as error:
-    raise InputError(f"--output {folder}: {error.strerror}") from error
-  if free or (overwrite and exported.is_export(path)):
+    raise InputError(f"--output {folder}: {error.strerror}; choose another") from error
+  if not held:
     return path
-  if overwrite:
+  if not overwrite:
+    raise InputError(f"--output {folder} is not empty; choose another, or add --overwrite")
+  if not exported.is_export(path):
     raise InputError(f"--output {folder} holds something else than an export; choose another")
-  raise InputError(f"--output {folder} is not empty; choose another, or add --overwrite")
+  others = held - exported.files_of(path)
+  if others:
+    raise InputError(
+      f"--output {folder} holds more than an export, such as {min(others)}; move that away, or "
+      "choose another"
+    )
+  return path
 
 
 @contextlib.contextmanager
-def _appearing(folder: Path) -> Iterator[Path]:
+def _appearing(folder: Path, overwrite: bool) -> Iterator[Path]:
   """A new folder to write to, which gets its name at the end; an older one is removed then."""
-  partial, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("tmp", "old"))
   try:
-    if partial.exists():
-      shutil.rmtree(partial)  # what a killed export left
-    partial.mkdir(parents=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=".export-", dir=folder.parent))
+  except OSError as error:
+    raise TrainingError(f"--output {folder}: cannot write there: {error.strerror}") from error
+  partial, old = work / "new", work / "old"
+  try:
+    partial.mkdir()
     yield partial
     for path in partial.iterdir():
       path.chmod(partial.stat().st_mode & 0o666)  # safetensors lets nobody else read its files
       sync(path)
     sync(partial)
-    if folder.exists():
-      shutil.rmtree(old, ignore_errors=True)
+    if overwrite and folder.exists():
       folder.rename(old)
-    partial.rename(folder)
+    partial.rename(folder)  # refused if another export has filled it in the meantime
     sync(folder.parent)
   except (OSError, SafetensorError) as error:
     reason = getattr(error, "strerror", None) or first_line(error)
@@ -242,14 +248,16 @@ def _appearing(folder: Path) -> Iterator[Path]:
   finally:
     if old.exists() and not folder.exists():
       old.rename(folder)
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def _gib(text):
-  value = float(text)
-  if not (math.isfinite(value) and value > 0):
-    raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+  try:
+    value = float(text)
+  except ValueError:
+    value = math.nan
+  if not (math.isfinite(value * 2**30) and value > 0):
+    raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
   return value
 
 

@@ -67,9 +67,18 @@ def is_export(folder: PathLike) -> bool:
     return False
   try:
     about = json.loads((Path(folder) / CONFIG_FILE).read_text("utf-8"))
-  except (OSError, ValueError):
+  except (OSError, ValueError, RecursionError):
     return False
   return isinstance(about, dict) and about.get("format") == FORMAT
+
+
+def files_of(folder: PathLike) -> set[str]:
+  """Names of all files of an export.
+
+  Raises:
+    InputError: as `read_export`, for what `config.json` says.
+  """
+  return {CONFIG_FILE, *_read_about(Path(folder))["files"]}
 
 
 def read_export(folder: PathLike, mesh: Mesh) -> tuple[Config, PyTree, int]:
@@ -137,7 +146,7 @@ def _read_about(folder):
     about = json.loads(path.read_text("utf-8"))
   except FileNotFoundError:
     raise InputError(f"{folder} is no exported model: it has no {CONFIG_FILE}; {_AGAIN}") from None
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, RecursionError) as error:
     raise InputError(f"{path}: {error}; {_AGAIN}") from error
   if not isinstance(about, dict) or about.get("format") != FORMAT:
     raise InputError(f"{path} is not of an exported model: its format is not {FORMAT}; {_AGAIN}")
@@ -148,8 +157,10 @@ def _read_about(folder):
     if key not in _KEYS:
       raise InputError(f"{path}: unknown key {key!r} (nearest: {nearest(key, _KEYS)}); {_AGAIN}")
   for key, kind in _KEYS.items():
-    if not isinstance(about.get(key, ...), kind):
+    if not isinstance(about.get(key, ...), kind) or isinstance(about[key], bool):
       raise InputError(f"{path}: {key} is missing or of the wrong type; {_AGAIN}")
+  if about["step"] < 0:
+    raise InputError(f"{path}: step must be at least 0, got {about['step']}; {_AGAIN}")
   for name, entry in about["files"].items():
     if name != os.path.basename(name) or not isinstance(entry, dict):
       raise InputError(f"{path}: files has a bad entry {name!r}; {_AGAIN}")

@@ -9,13 +9,40 @@ from pathlib import Path
 
 from etils import epath
 
-from ldm_jax.errors import first_line
+from ldm_jax.errors import InputError, first_line
 from ldm_jax.typing import PathLike
 
 
 def is_remote(path: PathLike) -> bool:
   """Whether a path is in an object store, such as gs://, and not on a disk."""
   return "://" in os.fspath(path)
+
+
+def check_free_to_write(option: str, path: PathLike, folder: bool) -> None:
+  """Refuses a local path that could not be made or replaced, and leaves everything as it is.
+
+  Args:
+    option: what gave the path, for the message.
+    path: a file or a folder to write to; any of an object store is taken.
+    folder: which of the two.
+
+  Raises:
+    InputError: saying what is in the way.
+  """
+  if is_remote(path):
+    return
+  wanted = Path(path).absolute()
+  try:
+    there = next(place for place in (wanted, *wanted.parents) if place.exists())
+  except OSError as error:
+    raise InputError(f"{option} {path}: {error.strerror}; choose another") from error
+  if there == wanted and there.is_dir() and not folder:
+    raise InputError(f"{option} {path} is a folder; give a file")
+  if not there.is_dir() and (folder or there != wanted):
+    raise InputError(f"{option} {path}: {there} is a file; give a folder")
+  where = there if there.is_dir() else there.parent
+  if not os.access(where, os.W_OK | os.X_OK):
+    raise InputError(f"{option} {path}: {where} cannot be written to; give another folder")
 
 
 def upload(source: PathLike, target: PathLike) -> None:

@@ -388,6 +388,8 @@ def test_the_command_writes_what_the_function_returns(ran):
       r"--rows 1000000: the data have \d+ held-out rows; set --rows to at most",
     ),
     ({"--rows": "0"}, "--rows must be at least 1, got 0"),
+    ({"--seed": "-1"}, "--seed must be at least 0, got -1"),
+    ({"--out": "x" * 300}, "--out x.*: File name too long"),
     ({"--tokens": "-1"}, "--tokens must be at least 1, got -1"),
     ({"--out": "FILE"}, r"--out .*: .*config\.json is a file; give a folder"),
     ({"--out": "gs://bucket/figures"}, "figures are kept on disks, not in buckets"),

@@ -318,7 +318,7 @@ def test_a_failed_export_leaves_nothing_and_keeps_the_old_one(tmp_path, small, s
   rename = Path.rename
 
   def refused(path, target):
-    if path.suffix == ".tmp":
+    if path.name == "new":
       raise OSError(errno.EIO, "Input/output error")
     return rename(path, target)
 
@@ -329,35 +329,51 @@ def test_a_failed_export_leaves_nothing_and_keeps_the_old_one(tmp_path, small, s
   assert load_exported(output, ONE).step == 7
 
 
+def test_two_exports_to_one_folder_do_not_mix(tmp_path, small, monkeypatch):
+  output, others = tmp_path / "out", [dataclasses.replace(small, step=9)]
+
+  def meanwhile(arrays, path, metadata):
+    if others:
+      save_exported(output, others.pop(), None)
+    save_file(arrays, path, metadata)
+
+  monkeypatch.setattr(export, "save_file", meanwhile)
+  with pytest.raises(TrainingError, match="out: cannot write there: Directory not empty"):
+    save_exported(output, small, None, shard_bytes=LIMIT)
+  assert [path.name for path in tmp_path.iterdir()] == ["out"]
+  assert load_exported(output, ONE).step == 9
+
+
 def test_only_an_export_is_overwritten(tmp_path, small):
   output = tmp_path / "out"
   output.mkdir()
   save_exported(output, small, None)
   with pytest.raises(InputError, match="not empty; choose another, or add --overwrite"):
     save_exported(output, small, None)
-  for left in (".out.tmp", ".out.old"):  # by exports that were killed
-    (tmp_path / left).mkdir()
-    (tmp_path / left / "model.safetensors").write_bytes(b"half")
+  for other in (".out.tmp", ".out.old"):  # somebody's own
+    (tmp_path / other).mkdir()
   later = dataclasses.replace(small, step=9)
   save_exported(output, later, None, shard_bytes=LIMIT, overwrite=True)
   assert load_exported(output, ONE).step == 9
   assert not (output / "model.safetensors").exists()
+  (output / "notes.md").write_text("mine")
+  with pytest.raises(InputError, match=r"holds more than an export, such as notes\.md"):
+    save_exported(output, small, None, overwrite=True)
+  assert (output / "notes.md").read_text() == "mine"
   (tmp_path / "mine").mkdir()
   (tmp_path / "mine" / "thesis.tex").touch()
   with pytest.raises(InputError, match="something else than an export"):
     save_exported(tmp_path / "mine", small, None, overwrite=True)
-  with pytest.raises(InputError, match="not empty"):
+  with pytest.raises(InputError, match=r"thesis\.tex is a file; give a folder"):
     save_exported(tmp_path / "mine" / "thesis.tex", small, None)
   with pytest.raises(InputError, match="folder on a disk"):
     save_exported("gs://bucket/out", small, None)
-  assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
+  assert sorted(path.name for path in tmp_path.iterdir()) == [".out.old", ".out.tmp", "mine", "out"]
 
 
 def test_tokenizers_come_along(tmp_path, small, shelf):
   assert read_exported_tokenizer(shelf).kind == "bytes"
-  words = {"<eos>": 0, "[UNK]": 1, "sun": 2, "moon": 3, "<end>": 4}
-  library = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
-  library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+  library = _words()
   tokenizer = HuggingFaceTokenizer(library.to_str(), "<end>")
   folder = tmp_path / "out"
   save_exported(folder, small, tokenizer)
@@ -371,6 +387,13 @@ def test_tokenizers_come_along(tmp_path, small, shelf):
   few = dataclasses.replace(small, config=with_model(SMALL, vocab_size=4))
   with pytest.raises(InputError, match="5 ids and the model 4"):
     save_exported(tmp_path / "few", few, tokenizer)
+
+
+def _words():
+  words = {"<eos>": 0, "[UNK]": 1, "sun": 2, "moon": 3, "<end>": 4}
+  library = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
+  library.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+  return library
 
 
 # --- the command ---
@@ -417,7 +440,7 @@ def test_the_command_says_what_is_wrong(run, tmp_path, shelf):
     "no run there": ["--workdir", f"{tmp_path}/none", *out],
     "is an export; give the workdir": ["--workdir", str(shelf), *out],
     "step 4 is not in checkpoints": ["--workdir", f"{folder}/run", "--step", "4", *out],
-    "is not a prepared data set.*give --data": [
+    "moved is not a prepared data set": [
       *("--workdir", f"{folder}/run", "--data", f"{tmp_path}/moved", *out)
     ],
     "not empty": ["--workdir", f"{folder}/run", "--output", str(shelf)],
@@ -427,5 +450,10 @@ def test_the_command_says_what_is_wrong(run, tmp_path, shelf):
       main(arguments)
   assert not list(tmp_path.iterdir())
   assert not is_export(folder / "run")
+  _words().save(f"{tmp_path}/words.json")
+  words = ["--tokenizer", f"{tmp_path}/words.json", "--boundary", "<end>", "--held-out-one-in", "3"]
+  assert prepare(["--input", f"{folder}/*.txt", "--output", f"{tmp_path}/words", *words]) == 0
+  with pytest.raises(InputError, match="was made with another tokenizer than the run"):
+    main(["--workdir", f"{folder}/run", "--data", f"{tmp_path}/words", *out])
   shutil.copytree(folder / "data", tmp_path / "moved")
   assert main(["--workdir", f"{folder}/run", "--data", f"{tmp_path}/moved", *out]) == 0

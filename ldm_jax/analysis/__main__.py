@@ -13,7 +13,6 @@ import dataclasses
 import io
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from ldm_jax.data import load_dataset
 from ldm_jax.data.packing import Batch
 from ldm_jax.environment import check_platform
 from ldm_jax.errors import InputError, TrainingError
-from ldm_jax.files import is_remote, write_atomically
+from ldm_jax.files import check_free_to_write, is_remote, write_atomically
 from ldm_jax.joining import check_alone
 from ldm_jax.sharding import make_mesh
 from ldm_jax.trained import check_knows_data, load_trained
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   arguments = _parse(sys.argv[1:] if argv is None else argv)
   check_alone()
   check_platform()
-  _check_out(arguments.out)
+  check_free_to_write("--out", arguments.out, folder=True)
   start = time.perf_counter()
   devices = jax.devices()[: math.gcd(arguments.rows, jax.device_count())]
   check_knows_data(arguments.workdir, "give the workdir of the run")
@@ -103,15 +102,6 @@ def _write(out, found, analysis: Analysis):
   return names
 
 
-def _check_out(out):
-  """Refuses a folder that cannot be made or written to, and leaves everything as it is."""
-  there = next(path for path in (out, *out.absolute().parents) if path.exists())
-  if not there.is_dir():
-    raise InputError(f"--out {out}: {there} is a file; give a folder")
-  if not os.access(there, os.W_OK):
-    raise InputError(f"--out {out}: {there} cannot be written to; give another folder")
-
-
 def _parse(argv):
   parser = command_parser("ldm_jax.analysis", __doc__)
   parser.add_argument("--workdir", required=True, help="of the run, may be gs://")
@@ -135,6 +125,8 @@ def _parse(argv):
   for name in ("rows", "tokens"):
     if getattr(arguments, name) < 1:
       raise InputError(f"--{name} must be at least 1, got {getattr(arguments, name)}")
+  if arguments.seed < 0:
+    raise InputError(f"--seed must be at least 0, got {arguments.seed}")
   return arguments
 
 
