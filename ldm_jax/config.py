@@ -364,6 +364,6 @@ def from_json(text: str) -> Config:
 
   try:
     values = json.loads(text)
-  except json.JSONDecodeError as error:
+  except (ValueError, RecursionError) as error:
     raise InputError(f"not valid JSON: {error}") from error
   return build(Config, values).validate()

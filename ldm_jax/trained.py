@@ -9,7 +9,7 @@ from ldm_jax.config import Config, MeshConfig, from_json
 from ldm_jax.data import PreparedData, load_tokenizer_of
 from ldm_jax.data.prepared import TOKENIZER_FILE
 from ldm_jax.data.tokenizer import Tokenizer
-from ldm_jax.errors import InputError
+from ldm_jax.errors import InputError, TrainingError
 from ldm_jax.exported import (
   is_export,
   read_export,
@@ -65,10 +65,7 @@ def load_trained(
   if is_export(workdir):
     return _load_export(workdir, step, folder, mesh)
   config = load_run_config(workdir)
-  if not (workdir / folder).is_dir():  # opening would create it
-    raise InputError(
-      f"{workdir} has no folder {folder}: let its run reach a checkpoint, or give another --workdir"
-    )
+  _check_folder(workdir, folder)
   checkpointer = Checkpointer(workdir, 1, folder)
   try:
     steps = checkpointer.steps()
@@ -80,9 +77,34 @@ def load_trained(
   finally:
     checkpointer.close()
   if restored is None:
-    raise InputError(f"--workdir {workdir}: no checkpoint loads; restore one from a copy")
+    others = [other for other in steps if other != step]
+    if step is None or not others:
+      raise InputError(f"--workdir {workdir}: no checkpoint loads; restore one from a copy")
+    raise InputError(
+      f"--workdir {workdir}: checkpoint {step} does not load; restore it from a copy, or set "
+      f"--step to one of {', '.join(map(str, others))}"
+    )
   params, step = restored
   return TrainedModel(config, make_model(config), params, step, mesh)
+
+
+def _check_folder(workdir, folder):
+  """Refuses a workdir without a folder of checkpoints that can be read; opening would create it."""
+  try:
+    there = (workdir / folder).is_dir()
+    if there:
+      next((workdir / folder).iterdir(), None)
+  except PermissionError as error:
+    raise TrainingError(f"{workdir / folder}: {error.strerror}; let it be read") from error
+  if not there:
+    others = {"checkpoints": "best", "best": "checkpoints"}
+    more = ""
+    if (workdir / others[folder]).is_dir():
+      more = ", add --best for its best/" if folder == "checkpoints" else ", leave out --best"
+    raise InputError(
+      f"{workdir} has no folder {folder}: let its run reach a checkpoint{more}, or give another "
+      "--workdir"
+    )
 
 
 def _load_export(folder, step, part, mesh):
@@ -116,7 +138,7 @@ def with_data(config: Config, folder: PathLike, workdir: PathLike) -> Config:
   if (own.kind, own.sha256) != (theirs.tokenizer.kind, theirs.tokenizer.sha256):
     raise InputError(
       f"--data {folder} was made with another tokenizer than the run; prepare it with --tokenizer "
-      + ("bytes" if own.sha256 is None else f"{config.data.path}/{TOKENIZER_FILE}")
+      + ("bytes" if own.sha256 is None else f"{config.data.path or workdir}/{TOKENIZER_FILE}")
     )
   return other
 

@@ -2,14 +2,14 @@ import chex
 import jax
 import pytest
 
-from ldm_jax.config import MeshConfig
+from ldm_jax.config import MeshConfig, MixerConfig
 from ldm_jax.errors import InputError
 from ldm_jax.sharding import make_mesh
 from ldm_jax.trained import load_trained
 from ldm_jax.training.checkpoint import Checkpointer
 from ldm_jax.training.step import init_state
 from ldm_jax.training.workdir import save_config
-from tests.rig import tiny_config
+from tests.rig import tiny_config, with_model
 
 CONFIG = tiny_config()
 
@@ -70,6 +70,18 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path, run, capsys)
     if path.is_file():
       path.write_bytes(b"")
   assert load_trained(tmp_path).step == 2
-  assert "checkpoint 5" in capsys.readouterr().out
-  with pytest.raises(InputError, match="no checkpoint loads"):
+  printed = capsys.readouterr()
+  assert "checkpoint 5" in printed.err
+  assert not printed.out  # which may be JSON
+  with pytest.raises(InputError, match=r"checkpoint 5 does not load.* set --step to one of 2"):
     load_trained(tmp_path, 5)
+
+
+@pytest.mark.parametrize(
+  "changes", [{"blocks": 1}, {"blocks": 3}, {"mixer": MixerConfig("preln")}, {"mlp_width": 8}]
+)
+def test_a_config_of_another_model_is_refused(tmp_path, run, changes):
+  (tmp_path / "checkpoints").symlink_to(run[0] / "checkpoints")
+  save_config(tmp_path, with_model(CONFIG, **changes))
+  with pytest.raises(InputError, match=r"checkpoint 5 in .* is not of the model that config\.json"):
+    load_trained(tmp_path)

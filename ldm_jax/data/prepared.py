@@ -163,6 +163,7 @@ def _read_meta(folder):
     version = meta["format_version"]
     if version == FORMAT_VERSION:
       fingerprint(meta)
+      _ = [meta["text_bytes"][part] for part in PARTS]
   except FileNotFoundError as error:
     raise InputError(
       f"{folder} is not a prepared data set: it has no {META_FILE}. Make one, or let an "

@@ -9,16 +9,30 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from flax.traverse_util import flatten_dict
 from orbax.checkpoint import multihost
 
 from ldm_jax import processes
-from ldm_jax.errors import TrainingError, first_line
+from ldm_jax.errors import InputError, TrainingError, first_line
 from ldm_jax.files import is_remote
 from ldm_jax.training.step import TrainState
 from ldm_jax.typing import PathLike, PyTree
 
 # Orbax logs every file it touches, and the trace of each error that it then raises.
 logging.getLogger("absl").setLevel(logging.CRITICAL)
+logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+
+_unraisable = sys.unraisablehook
+
+
+def _hide_closed_loops(unraisable):
+  """Where one array does not load, orbax leaves reads of others to end in a loop that is closed."""
+  error = unraisable.exc_value
+  if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+    _unraisable(unraisable)
+
+
+sys.unraisablehook = _hide_closed_loops
 
 
 class Checkpointer:
@@ -106,6 +120,7 @@ class Checkpointer:
       Parameters and step; None if none of the checkpoints that were asked for loads.
 
     Raises:
+      InputError: if a checkpoint is of another model.
       TrainingError: as `restore_newest`, but not if none of them loads.
     """
     wanted = {"params": abstract.params, "step": abstract.step}
@@ -114,8 +129,22 @@ class Checkpointer:
       restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
       partial_restore=True,
     )
-    restored = self._newest(ocp.args.Composite(state=restore), step)
+    check = functools.partial(self._check_model, abstract.params)
+    restored = self._newest(ocp.args.Composite(state=restore), step, check)
     return restored and (restored["state"]["params"], int(restored["state"]["step"]))
+
+  def _check_model(self, params, step):
+    """Refuses a checkpoint with other parameters; orbax takes of them what it finds."""
+    held = ocp.PyTreeCheckpointHandler().metadata(self.directory / str(step) / "state").tree
+    held = {path: leaf.shape for path, leaf in flatten_dict(held["params"]).items()}
+    wanted = {path: leaf.shape for path, leaf in flatten_dict(params).items()}
+    others = [path for path in {**wanted, **held} if wanted.get(path) != held.get(path)]
+    if others:
+      raise InputError(
+        f"checkpoint {step} in {self.directory} is not of the model that config.json beside it "
+        f"describes: {len(others)} parameters differ, the first {'/'.join(others[0])}; restore "
+        "config.json"
+      )
 
   def replace(self, state: TrainState, record: Mapping[str, Any]) -> None:
     """Saves instead of all that is there, also of later steps, and blocks until that is durable.
@@ -153,13 +182,16 @@ class Checkpointer:
     finally:
       self._manager.close()
 
-  def _newest(self, items, only=None):
-    """The newest checkpoint whose items load, or step `only` of them."""
+  def _newest(self, items, only=None, check=lambda step: None):
+    """The newest checkpoint that passes a check and whose items load, or step `only` of them."""
     for step in reversed(self.steps()):
       if only not in (None, step):
         continue
       try:
+        check(step)
         return self._manager.restore(step, args=items)
+      except InputError:
+        raise
       except (MemoryError, PermissionError, jax.errors.JaxRuntimeError) as error:
         raise TrainingError(
           f"cannot read checkpoint {step} in {self.directory}: {error}; mend that and run the same "
@@ -179,7 +211,10 @@ class Checkpointer:
   def _skip(self, step, reason):
     self._damaged.add(step)
     if processes.is_first():
-      print(f"checkpoint {step} in {self.directory} does not load, skipping it: {reason}")
+      print(
+        f"checkpoint {step} in {self.directory} does not load, skipping it: {reason}",
+        file=sys.stderr,
+      )
 
   def _move_damaged_aside(self):
     if not self._damaged:
