@@ -2,6 +2,9 @@
 
 import argparse
 import dataclasses
+import io
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -111,13 +114,32 @@ def _parse(arguments_class, argv, prog, others=()):
 def run_command(main: Callable[[], int]) -> None:
   """Runs a command and exits with its code; bad input and failed runs end in one line, not a trace.
 
-  Exits with what `main` returns, 2 for `InputError`, 1 for `TrainingError`.
+  Exits with what `main` returns, 2 for `InputError`, 1 for `TrainingError` and for files and
+  streams that fail, 130 for Ctrl-C, 141 where the reader of its output has gone, as other commands
+  do.  Characters that the output's encoding lacks are written as escapes.
   """
+  if isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(errors="backslashreplace")
   try:
     code = main()
+    sys.stdout.flush()
   except (InputError, TrainingError) as error:
     code = report(error)
+  except BrokenPipeError:
+    code = 128 + signal.SIGPIPE
+    _discard_output()
+  except OSError as error:
+    _discard_output()
+    code = report(TrainingError(str(error)))
+  except KeyboardInterrupt:
+    code = 128 + signal.SIGINT
+    print("interrupted", file=sys.stderr)
   sys.exit(code)
+
+
+def _discard_output():
+  """What is still to be written would fail again when Python ends."""
+  os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _check_names(argv, known):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from ldm_jax import Config, load_config
-from ldm_jax.command_line import command_parser, parse_train_arguments
+from ldm_jax.command_line import parse_train_arguments
 from ldm_jax.config import from_json, to_json
 from ldm_jax.config_checks import flatten
 from ldm_jax.errors import InputError
@@ -88,18 +88,6 @@ def test_values_of_the_wrong_type_exit_with_2(arguments, message, capsys):
     parse_train_arguments(arguments.split())
   assert stopped.value.code == 2
   assert message in capsys.readouterr().err
-
-
-def test_a_command_refuses_its_options_in_one_line():
-  parser = command_parser("ldm_jax.some", "Does something.")
-  parser.add_argument("--rows", type=int)
-  with pytest.raises(InputError) as refused:
-    parser.parse_args(["--rows", "many"])
-  assert str(refused.value) == (
-    "argument --rows: invalid int value: 'many'; python -m ldm_jax.some --help lists the options"
-  )
-  with pytest.raises(InputError, match=r"--config: expected one argument; train\.py --help lists"):
-    parse_train_arguments(["--config"])
 
 
 def test_values_reach_the_config_with_their_types_and_dashes_are_underscores():
