@@ -42,8 +42,8 @@ class Adopted(nn.Module):
     writes: whether a module's output, or the first of several, is what the model adds to x.
 
   Raises:
-    InputError: when called, if norms and sublayers do not alternate, are more or fewer than the
-      mixers, or are inside a transformation.
+    InputError: when called, if the mixers are numbered otherwise, or if norms and sublayers do not
+      alternate, are more or fewer than the mixers, or are inside a transformation.
   """
 
   model: nn.Module
@@ -68,6 +68,11 @@ class _Exchange:
   """Carries the streams through one run of the model."""
 
   def __init__(self, mixers, reads, writes):
+    for place, mixer in enumerate(mixers):
+      if mixer.index != place:
+        raise InputError(
+          f"Adopted: mixers[{place}] has index {mixer.index}; number them 0, 1, … in their order"
+        )
     self.mixers, self.reads, self.writes = mixers, reads, writes
     self.streams = None
     self.trace = _trace()
@@ -79,6 +84,9 @@ class _Exchange:
       return method(*args, **kwargs)
     if self.reads(context.module):
       self._check(context.module, 0, "reads")
+      if not args:  # called with its array by keyword
+        name, x = next(iter(kwargs.items()))
+        return method(**{**kwargs, name: self._read(x)})
       return method(self._read(args[0]), *args[1:], **kwargs)
     outputs = method(*args, **kwargs)
     if self.writes(context.module):

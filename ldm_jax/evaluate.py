@@ -23,8 +23,8 @@ from ldm_jax.command_line import command_parser, run_command
 from ldm_jax.data import ByteTokenizer, Dataset, PreparedData, load_dataset
 from ldm_jax.data.pipeline import batches_of
 from ldm_jax.environment import check_platform
-from ldm_jax.errors import InputError
-from ldm_jax.files import store_errors, write_atomically
+from ldm_jax.errors import InputError, TrainingError
+from ldm_jax.files import check_free_to_write, store_errors, write_atomically
 from ldm_jax.scoring import Scorer, Tally, score_batches
 from ldm_jax.sharding import parts_of
 from ldm_jax.trained import (
@@ -73,13 +73,20 @@ def main(argv: Sequence[str] | None = None) -> int:
   check_platform()
   if arguments.data is None:
     check_knows_data(arguments.workdir, "give --data FOLDER")
+  if arguments.output is not None:
+    check_free_to_write("--output", arguments.output, folder=False)
   config = load_run_config(arguments.workdir, arguments.data)
-  dataset = load_dataset(config)
+  dataset = _dataset(config)
   if arguments.per_document and dataset.tokenizer is None:
     raise InputError("--per-document: data.source = synthetic has no documents; leave it out")
   folder = "best" if arguments.best else "checkpoints"
   trained = load_trained(arguments.workdir, arguments.step, folder)
   result, tally = evaluate_run(trained, dataset, arguments.part, arguments.batches)
+  if not math.isfinite(result["loss"]):
+    raise TrainingError(
+      f"step {trained.step} of {arguments.workdir} has a loss of {result['loss']}: its parameters "
+      "are damaged or its training diverged; evaluate an earlier --step"
+    )
   if "bits_per_byte" not in result and config.data.source == "prepared" and not arguments.batches:
     text_bytes = PreparedData(config.data.path).meta["text_bytes"][arguments.part]
     result["bits_per_byte"] = result["loss"] * result["tokens"] / max(text_bytes, 1) / math.log(2)
@@ -91,6 +98,17 @@ def main(argv: Sequence[str] | None = None) -> int:
   result = {"step": trained.step, "part": arguments.part, "data": data, **result}
   print(json.dumps(result) if arguments.json else _words(result, arguments))
   return 0
+
+
+def _dataset(config):
+  try:
+    return load_dataset(config)
+  except InputError as error:
+    if config.data.source != "prepared":
+      raise
+    raise InputError(
+      f"{error}; if the data of the run have moved, give them with --data"
+    ) from error
 
 
 def _by_position(tally):

@@ -88,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   tokenizer = run_tokenizer(arguments.workdir, config)
   context = config.data.sequence_length
   count = _new_tokens(arguments.max_new_tokens, tokenizer, prompts, context)
-  trained = load_trained(arguments.workdir, arguments.step)
+  folder = "best" if arguments.best else "checkpoints"
+  trained = load_trained(arguments.workdir, arguments.step, folder)
   decoder = text_decoder(trained.model, trained.params, tokenizer, context)
   looks = stream_texts(decoder, tokenizer, prompts, count, sampling, arguments.seed, _STRIDE)
   if arguments.json or len(prompts) > 1:
@@ -152,6 +153,8 @@ def _given(text):
 
 
 def _read(option, value):
+  if option == "--prompt" and sys.stdin is None:
+    raise InputError("--prompt -: the standard input is closed; give a text")
   try:
     data = sys.stdin.buffer.read() if option == "--prompt" else Path(value).read_bytes()
   except OSError as error:
@@ -176,6 +179,7 @@ def _parse(argv):
   add = parser.add_argument
   add("--workdir", default="runs/ldm_tiny", help="of the run, or an export (default runs/ldm_tiny)")
   add("--step", type=int, help="which checkpoint (default: the newest)")
+  add("--best", action="store_true", help="the state of the lowest held-out loss (folder best/)")
   add(
     "--prompt",
     action=_Prompt,

@@ -255,6 +255,7 @@ def test_graft_keeps_boxes_and_old_dtypes():
   ("changes", "message"),
   [
     ({"mixers": _memories(2)}, "block/Mlp_0 comes after the head's norm"),
+    ({"mixers": _memories(3)[::-1]}, r"mixers\[0\] has index 2; number them 0, 1"),
     ({"mixers": _memories(4)}, "2 sublayers, and 3 norms.*4 mixers want 3 and 4"),
     ({"writes": lambda module: module.name == "Mlp_0"}, "LayerNorm_1 is a second norm before sub"),
     ({"reads": lambda module: module.name == "LayerNorm_0"}, "Mlp_0 is an output without a norm"),

@@ -146,6 +146,8 @@ def test_other_data_need_the_same_tokenizer_and_bits_are_per_byte_of_text(run, c
     (["--per-document", "--output", "x", "--batches", "1"], "out of their order"),
     (["--step", "3"], "step 3 is not in checkpoints"),
     (["--data", "nowhere"], "nowhere is not a prepared data set"),
+    (["--per-document", "--output", "/"], "--output / is a folder; give a file"),
+    (["--per-document", "--output", f"{__file__}/x"], "--output .* is a file; give a folder"),
   ],
   ids=str,
 )

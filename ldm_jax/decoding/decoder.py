@@ -29,6 +29,7 @@ from ldm_jax.typing import PyTree
 # Tokens of a prompt that go through the model at once: their attention holds chunk x slots logits.
 _LARGEST_CHUNK = 512
 _SMALLEST_BUCKET = 16
+_SEEDS = 2**31
 
 
 class Look(NamedTuple):
@@ -115,7 +116,7 @@ class Decoder:
       InputError: before any work, if a prompt is empty, has ids that the model has not, or does not
         fit into the context with its new tokens.
     """
-    self._check(prompts, max_new_tokens)
+    self._check(prompts, max_new_tokens, seed, stride)
     _, decode = programs(self._platform())
     run = functools.partial(decode, portable(self.model), self._mesh(len(prompts)))
     allowed = self._allowed()
@@ -129,9 +130,17 @@ class Decoder:
       state = run(self.params, state, jnp.int32(count), keys, sampling, allowed, jnp.int32(end))
       yield self._look(state)
 
-  def _check(self, prompts, max_new_tokens):
+  def _check(self, prompts, max_new_tokens, seed, stride):
     if max_new_tokens < 1:
       raise InputError(f"--max-new-tokens {max_new_tokens}: ask for at least 1")
+    if not 0 <= seed < _SEEDS:
+      raise InputError(f"--seed {seed} must be at least 0 and below {_SEEDS}")
+    if stride is not None and stride < 1:
+      raise InputError(f"stride {stride}: look after at least 1 token, or give None")
+    if not len(prompts):
+      raise InputError("there are no prompts; give at least one")
+    if not self._allowed().any():
+      raise InputError("allowed lets no id come out; give None to allow all")
     for prompt in prompts:
       if not len(prompt):
         raise InputError("a prompt has no token; begin it with the id between documents")

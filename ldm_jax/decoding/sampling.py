@@ -1,6 +1,5 @@
 """Choosing the next token from logits."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +8,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from ldm_jax.errors import InputError
+
+_LARGEST_TEMPERATURE = 1e30  # divided by infinity, ids that may not come out would be NaN
 
 
 class Sampling(NamedTuple):
@@ -30,10 +31,10 @@ class Sampling(NamedTuple):
     Raises:
       InputError: naming the option that is out of range.
     """
-    if not (math.isfinite(self.temperature) and self.temperature >= 0):
+    if not 0 <= self.temperature <= _LARGEST_TEMPERATURE:
       raise InputError(
-        f"--temperature {self.temperature}: give a number of at least 0; 0 takes the most likely "
-        "token"
+        f"--temperature {self.temperature}: give a number from 0, which takes the most likely "
+        f"token, to {_LARGEST_TEMPERATURE:.0e}"
       )
     if self.top_k is not None and self.top_k < 1:
       raise InputError(f"--top-k {self.top_k}: keep at least 1 token, or leave it out to keep all")
@@ -44,7 +45,8 @@ class Sampling(NamedTuple):
   def as_arrays(self) -> "Sampling":
     """The same as scalar arrays, which programs take as arguments: one for all values."""
     dtypes = Sampling(np.float32, np.int32, np.float32)
-    pairs = zip(dtypes, self, strict=True)
+    top_k = self.top_k and min(self.top_k, np.iinfo(np.int32).max)
+    pairs = zip(dtypes, self._replace(top_k=top_k), strict=True)
     return Sampling(*(None if value is None else dtype(value) for dtype, value in pairs))
 
 

@@ -73,11 +73,22 @@ def test_ids_that_are_not_allowed_never_come_out_of_any_temperature():
     assert draw(logits, 2000, sampling.as_arrays(), allowed).max() < 257
 
 
+def test_the_largest_numbers_choose_among_what_is_allowed():
+  sampling = Sampling(1e30, 2**40).checked().as_arrays()
+  logits, allowed = jnp.arange(8.0)[None], jnp.arange(8) < 3
+  ids = [
+    int(sample_tokens(logits, jax.random.split(jax.random.key(i), 1), sampling, allowed)[0])
+    for i in range(20)
+  ]
+  assert set(ids) == {0, 1, 2}
+
+
 @pytest.mark.parametrize(
   ("sampling", "option"),
   [
     (Sampling(-0.1), "--temperature -0.1"),
     (Sampling(float("nan")), "--temperature nan"),
+    (Sampling(1e39), "--temperature 1e\\+39"),
     (Sampling(1.0, 0), "--top-k 0"),
     (Sampling(1.0, None, 0.0), "--top-p 0.0"),
     (Sampling(1.0, None, 1.1), "--top-p 1.1"),
