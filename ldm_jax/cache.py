@@ -16,10 +16,14 @@ from ldm_jax.typing import Dtype, TokensBT
 
 
 class KeyValues(NamedTuple):
-  """One attention's keys, rotated, and values [B, S, J, C], in the dtype of activations."""
+  """One attention's keys, rotated, and values [B, J, S, C], in the dtype of activations.
 
-  keys: Float[Array, "B S J C"]
-  values: Float[Array, "B S J C"]
+  Slots lie behind heads, as attention's products want them: otherwise every token of a batch would
+  move all that is there.
+  """
+
+  keys: Float[Array, "B J S C"]
+  values: Float[Array, "B J S C"]
 
 
 class Cache(NamedTuple):
@@ -53,7 +57,7 @@ def empty_cache(config: ModelConfig, rows: int, slots: int, dtype: Dtype) -> Cac
     dtype: of the model's activations.
   """
   heads = config.kv_heads or config.heads
-  shape = (rows, slots, heads, config.width // config.heads)
+  shape = (rows, heads, slots, config.width // config.heads)
   layers = tuple(
     KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.blocks)
   )
@@ -94,7 +98,10 @@ def attend(
     The mixed values, and the layer with the tokens in it.
   """
   layer = KeyValues(
-    _put(layer.keys, k_BTJC, cache.length), _put(layer.values, v_BTJC, cache.length)
+    *(
+      _put(slots, jnp.swapaxes(new_BTJC, 1, 2), cache.length, axis=2)
+      for slots, new_BTJC in zip(layer, (k_BTJC, v_BTJC), strict=True)
+    )
   )
   mixed = cached_attention(q_BTHC, *layer, segment_ids, cache.segment_ids, cache.length)
   return mixed, layer
@@ -105,5 +112,5 @@ def overflows(cache: Cache, tokens: int) -> jax.Array:
   return cache.length + tokens > cache.slots
 
 
-def _put(slots, new, start):
-  return jax.lax.dynamic_update_slice_in_dim(slots, new.astype(slots.dtype), start, axis=1)
+def _put(slots, new, start, axis=1):
+  return jax.lax.dynamic_update_slice_in_dim(slots, new.astype(slots.dtype), start, axis)

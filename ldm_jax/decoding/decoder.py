@@ -225,8 +225,8 @@ def _place(mesh, tree):
   def place(x):
     # Without None at the end, as programs return it: another spelling would compile them again.
     spec = [rows] if x.ndim and rows else []
-    if x.ndim == 4 and x.shape[2] % parts == 0 and parts > 1:
-      spec = [rows, None, "tensor"]
+    if x.ndim == 4 and x.shape[1] % parts == 0 and parts > 1:
+      spec = [rows, "tensor"]
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
   return jax.tree.map(place, tree)

@@ -9,8 +9,8 @@ from ldm_jax.typing import TokensBT
 
 def cached_attention(
   q_BTHC: Float[Array, "B T H C"],
-  k_BSJC: Float[Array, "B S J C"],
-  v_BSJC: Float[Array, "B S J C"],
+  k_BJSC: Float[Array, "B J S C"],
+  v_BJSC: Float[Array, "B J S C"],
   segment_ids_BT: TokensBT,
   slot_ids_BS: Int[Array, "B S"],
   start: Int[Array, ""],
@@ -22,8 +22,8 @@ def cached_attention(
 
   Args:
     q_BTHC: queries of the new tokens.
-    k_BSJC: keys of all slots, those of the new tokens included; J divides H.
-    v_BSJC: values, likewise.
+    k_BJSC: keys of all slots, those of the new tokens included; J divides H.
+    v_BJSC: values, likewise.
     segment_ids_BT: of the new tokens.
     slot_ids_BS: segment ids of all slots, the new ones included.
     start: int32, the slot of the first new token.
@@ -31,8 +31,9 @@ def cached_attention(
   Returns:
     The mixed values, in the dtype of q.
   """
-  tokens, slots = q_BTHC.shape[1], k_BSJC.shape[1]
+  tokens, slots = q_BTHC.shape[1], k_BJSC.shape[2]
   before_TS = jnp.arange(slots)[None] <= start + jnp.arange(tokens)[:, None]
   same_BTS = segment_ids_BT[:, :, None] == slot_ids_BS[:, None]
   mask_B1TS = (before_TS[None] & same_BTS)[:, None]
+  k_BSJC, v_BSJC = (jnp.swapaxes(x, 1, 2) for x in (k_BJSC, v_BJSC))
   return jax.nn.dot_product_attention(q_BTHC, k_BSJC, v_BSJC, mask=mask_B1TS)
