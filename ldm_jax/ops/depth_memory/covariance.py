@@ -12,7 +12,7 @@ from ldm_jax.ops.depth_memory.deferred import Covariance, Record
 from ldm_jax.ops.depth_memory.reference import eigenvalue_limit, mean_eigenvalue
 from ldm_jax.ops.products import exact_einsum
 
-_FEW_ROWS = 64
+_FEW_ROWS = 4  # more than that XLA sums up in a library, at several times the cost of a product
 
 
 def is_single(shape: tuple[int, ...]) -> bool:
