@@ -85,9 +85,9 @@ def test_a_run_in_a_bucket_ends_as_one_in_a_folder_after_a_stop_and_a_damage(
     if name.startswith("runs/one/checkpoints/6/state/"):
       served.put(name, b"x")
   assert loop.train(config, workdir) == 0
-  output = capsys.readouterr().out
-  assert f"checkpoint 6 in {workdir}/checkpoints does not load" in output
-  assert f"resuming {workdir} after step 4" in output
+  printed = capsys.readouterr()
+  assert f"checkpoint 6 in {workdir}/checkpoints does not load" in printed.err
+  assert f"resuming {workdir} after step 4" in printed.out
   assert served.objects["runs/one/config.json"][0].decode() == to_json(config)
   assert metrics_in(served, "one") == trace(straight)
   chex.assert_trees_all_equal(final_state(config, workdir), final_state(config, straight))
