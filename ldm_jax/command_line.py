@@ -71,6 +71,19 @@ def command_parser(module: str, description: str, epilog: str | None = None) -> 
   )
 
 
+def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+  """`--step` and `--best`: the attributes `step` and `folder`, as `load_trained` wants them."""
+  parser.add_argument("--step", type=int, help="which checkpoint (default: the newest)")
+  parser.add_argument(
+    "--best",
+    dest="folder",
+    action="store_const",
+    const="best",
+    default="checkpoints",
+    help="the state of the lowest held-out loss (train.keep_best, folder best/)",
+  )
+
+
 def parse_config_arguments(
   argv: Sequence[str], prog: str, others: Sequence[str] = ()
 ) -> tuple[Config, Path]:

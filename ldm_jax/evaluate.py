@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from etils import epath
 
-from ldm_jax.command_line import command_parser, run_command
+from ldm_jax.command_line import add_checkpoint_options, command_parser, run_command
 from ldm_jax.data import ByteTokenizer, Dataset, PreparedData, load_dataset
 from ldm_jax.data.pipeline import batches_of
 from ldm_jax.environment import check_platform
@@ -79,8 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   dataset = _dataset(config)
   if arguments.per_document and dataset.tokenizer is None:
     raise InputError("--per-document: data.source = synthetic has no documents; leave it out")
-  folder = "best" if arguments.best else "checkpoints"
-  trained = load_trained(arguments.workdir, arguments.step, folder)
+  trained = load_trained(arguments.workdir, arguments.step, arguments.folder)
   result, tally = evaluate_run(trained, dataset, arguments.part, arguments.batches)
   if not math.isfinite(result["loss"]):
     raise TrainingError(
@@ -154,8 +153,7 @@ def _parse(argv):
   parser = command_parser("ldm_jax.evaluate", __doc__)
   add = parser.add_argument
   add("--workdir", default="runs/ldm_tiny", help="of the run, or an export (default runs/ldm_tiny)")
-  add("--step", type=int, help="which checkpoint (default: the newest)")
-  add("--best", action="store_true", help="the state of the lowest held-out loss (folder best/)")
+  add_checkpoint_options(parser)
   add("--data", metavar="FOLDER", help="a prepared data set with the tokenizer of the run")
   add("--part", choices=("held_out", "train"), default="held_out", help="default held_out")
   add("--batches", type=int, help="of the run's batch size (default: all rows)")

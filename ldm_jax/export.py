@@ -32,19 +32,18 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from ldm_jax import exported
-from ldm_jax.command_line import command_parser, run_command
+from ldm_jax.command_line import add_checkpoint_options, command_parser, run_command
 from ldm_jax.config import MeshConfig
 from ldm_jax.data.tokenizer import Tokenizer
 from ldm_jax.errors import InputError, TrainingError, first_line
 from ldm_jax.files import check_free_to_write, is_remote, sync
 from ldm_jax.model import parameter_count
 from ldm_jax.sharding import make_mesh
-from ldm_jax.trained import TrainedModel, load_run_config, load_trained, run_tokenizer
+from ldm_jax.trained import TrainedModel, load_run_config, load_trained, run_tokenizer, with_data
 from ldm_jax.typing import PathLike
 
 DTYPES = ("float32", "bfloat16")
 
-_PROG = "python -m ldm_jax.export"
 _CAST = ("kernel", "embedding")  # ends of the names of the large matrices
 
 
@@ -54,11 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
   jax.config.update("jax_platforms", "cpu")  # a TPU that is here stays free for whoever uses it
   output = _check_output(options.output, options.overwrite)
   mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-  folder = "best" if options.best else "checkpoints"
   if exported.is_export(options.workdir):
     raise InputError(f"--workdir {options.workdir} is an export; give the workdir of a run")
   tokenizer = _tokenizer(options.workdir, options.data)
-  trained = load_trained(options.workdir, options.step, folder, mesh)
+  trained = load_trained(options.workdir, options.step, options.folder, mesh)
   limit = int(options.shard_gib * 2**30)
   files = save_exported(output, trained, tokenizer, options.dtype, limit, options.overwrite)
   weights = [size for name, size in files.items() if name.endswith(".safetensors")]
@@ -189,12 +187,15 @@ def _describe(path):
 
 def _tokenizer(workdir: PathLike, elsewhere: str | None) -> Tokenizer | None:
   """The tokenizer of a run's data, which may lie elsewhere by now; None for random ids."""
-  source = load_run_config(workdir).data.source
+  config = load_run_config(workdir)
+  source = config.data.source
   if source != "prepared" and elsewhere is not None:
     raise InputError(f"--data {elsewhere}: the run's data.source is {source}; leave it out")
   if source == "synthetic":
     return None
-  return run_tokenizer(workdir, load_run_config(workdir, elsewhere))
+  if elsewhere is not None:
+    config = with_data(config, elsewhere, workdir)
+  return run_tokenizer(workdir, config)
 
 
 def _check_output(folder, overwrite) -> Path:
@@ -265,8 +266,7 @@ def _parse(argv) -> argparse.Namespace:
   parser = command_parser("ldm_jax.export", __doc__)
   parser.add_argument("--workdir", required=True, help="of the run, may be gs://")
   parser.add_argument("--output", required=True, help="folder to write, on a disk")
-  parser.add_argument("--step", type=int, help="checkpoint to export; the newest by default")
-  parser.add_argument("--best", action="store_true", help="export the one of the lowest loss")
+  add_checkpoint_options(parser)
   parser.add_argument(
     "--dtype",
     choices=DTYPES,

@@ -15,11 +15,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ldm_jax.command_line import command_parser, run_command
+from ldm_jax.command_line import add_checkpoint_options, command_parser, run_command
 from ldm_jax.data.tokenizer import Tokenizer
 from ldm_jax.decoding import (
   Continuation,
   Sampling,
+  check_numbers,
   continue_texts,
   prompt_ids,
   stream_texts,
@@ -78,18 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
   """Parses the command line, generates, prints, and returns the exit code."""
   arguments = _parse(argv)
   sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p).checked()
-  if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
-    raise InputError(f"--max-new-tokens {arguments.max_new_tokens}: ask for at least 1")
-  if not 0 <= arguments.seed < 2**31:
-    raise InputError(f"--seed {arguments.seed} must be at least 0 and below 2147483648")
+  check_numbers(arguments.max_new_tokens, arguments.seed)
   prompts = _prompts(arguments)
   check_platform()
   config = load_run_config(arguments.workdir, arguments.data)
   tokenizer = run_tokenizer(arguments.workdir, config)
   context = config.data.sequence_length
   count = _new_tokens(arguments.max_new_tokens, tokenizer, prompts, context)
-  folder = "best" if arguments.best else "checkpoints"
-  trained = load_trained(arguments.workdir, arguments.step, folder)
+  trained = load_trained(arguments.workdir, arguments.step, arguments.folder)
   decoder = text_decoder(trained.model, trained.params, tokenizer, context)
   looks = stream_texts(decoder, tokenizer, prompts, count, sampling, arguments.seed, _STRIDE)
   if arguments.json or len(prompts) > 1:
@@ -178,8 +175,7 @@ def _parse(argv):
   parser = command_parser("ldm_jax.generate", __doc__)
   add = parser.add_argument
   add("--workdir", default="runs/ldm_tiny", help="of the run, or an export (default runs/ldm_tiny)")
-  add("--step", type=int, help="which checkpoint (default: the newest)")
-  add("--best", action="store_true", help="the state of the lowest held-out loss (folder best/)")
+  add_checkpoint_options(parser)
   add(
     "--prompt",
     action=_Prompt,

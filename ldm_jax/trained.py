@@ -97,10 +97,10 @@ def _check_folder(workdir, folder):
   except PermissionError as error:
     raise TrainingError(f"{workdir / folder}: {error.strerror}; let it be read") from error
   if not there:
-    others = {"checkpoints": "best", "best": "checkpoints"}
-    more = ""
-    if (workdir / others[folder]).is_dir():
-      more = ", add --best for its best/" if folder == "checkpoints" else ", leave out --best"
+    other, more = "best", ", add --best for its best/"
+    if folder == "best":
+      other, more = "checkpoints", ", leave out --best"
+    more = more if (workdir / other).is_dir() else ""
     raise InputError(
       f"{workdir} has no folder {folder}: let its run reach a checkpoint{more}, or give another "
       "--workdir"

@@ -23,7 +23,7 @@ import jax
 from ldm_jax.analysis.figures import draw
 from ldm_jax.analysis.measure import Analysis, analyse
 from ldm_jax.analysis.report import as_json, summary
-from ldm_jax.command_line import command_parser, run_command
+from ldm_jax.command_line import add_checkpoint_options, command_parser, run_command
 from ldm_jax.config import Config, MeshConfig
 from ldm_jax.data import load_dataset
 from ldm_jax.data.packing import Batch
@@ -44,9 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   start = time.perf_counter()
   devices = jax.devices()[: math.gcd(arguments.rows, jax.device_count())]
   check_knows_data(arguments.workdir, "give the workdir of the run")
-  folder = "best" if arguments.best else "checkpoints"
   mesh = make_mesh(MeshConfig(), devices)
-  trained = load_trained(arguments.workdir, arguments.step, folder, mesh)
+  trained = load_trained(arguments.workdir, arguments.step, arguments.folder, mesh)
   batch = held_out_rows(trained.config, arguments.rows)
   analysis = analyse(
     trained.model, trained.params, batch, arguments.tokens, arguments.seed, trained.mesh
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
   found = {
     "schema": 1,
     "workdir": arguments.workdir,
-    "checkpoint": {"folder": folder, "step": trained.step},
+    "checkpoint": {"folder": arguments.folder, "step": trained.step},
     "rows": arguments.rows,
     "seed": arguments.seed,
     **as_json(analysis),
@@ -106,10 +105,7 @@ def _parse(argv):
   parser = command_parser("ldm_jax.analysis", __doc__)
   parser.add_argument("--workdir", required=True, help="of the run, may be gs://")
   parser.add_argument("--out", required=True, help="folder for figures and numbers")
-  parser.add_argument("--step", type=int, help="which checkpoint (default: the newest)")
-  parser.add_argument(
-    "--best", action="store_true", help="the state of the lowest held-out loss (train.keep_best)"
-  )
+  add_checkpoint_options(parser)
   parser.add_argument("--rows", type=int, default=4, help="held-out rows (default: 4)")
   parser.add_argument(
     "--tokens", type=int, default=512, help="tokens of them to look at one by one (default: 512)"

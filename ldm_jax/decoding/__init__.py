@@ -5,7 +5,7 @@ from ldm_jax.decoding import Decoder, Sampling
 ids = Decoder(model, params, context=256).generate([[256, 97]], max_new_tokens=20)
 """
 
-from ldm_jax.decoding.decoder import Decoder
+from ldm_jax.decoding.decoder import Decoder, check_numbers
 from ldm_jax.decoding.sampling import GREEDY, Sampling, sample_tokens
 from ldm_jax.decoding.text import (
   Continuation,
@@ -20,6 +20,7 @@ __all__ = [
   "Continuation",
   "Decoder",
   "Sampling",
+  "check_numbers",
   "continue_texts",
   "prompt_ids",
   "sample_tokens",

@@ -131,10 +131,7 @@ class Decoder:
       yield self._look(state)
 
   def _check(self, prompts, max_new_tokens, seed, stride):
-    if max_new_tokens < 1:
-      raise InputError(f"--max-new-tokens {max_new_tokens}: ask for at least 1")
-    if not 0 <= seed < _SEEDS:
-      raise InputError(f"--seed {seed} must be at least 0 and below {_SEEDS}")
+    check_numbers(max_new_tokens, seed)
     if stride is not None and stride < 1:
       raise InputError(f"stride {stride}: look after at least 1 token, or give None")
     if not len(prompts):
@@ -204,6 +201,22 @@ class Decoder:
     rows = tokens[:, :count].tolist()
     ids = [row[: row.index(self.end)] if self.end in row else row for row in rows]
     return Look(ids, done.tolist())
+
+
+def check_numbers(max_new_tokens: int | None, seed: int) -> None:
+  """Refuses numbers that are out of range, whatever the model.
+
+  Args:
+    max_new_tokens: None for what fits.
+    seed: of the random choices.
+
+  Raises:
+    InputError: naming the option.
+  """
+  if max_new_tokens is not None and max_new_tokens < 1:
+    raise InputError(f"--max-new-tokens {max_new_tokens}: ask for at least 1")
+  if not 0 <= seed < _SEEDS:
+    raise InputError(f"--seed {seed} must be at least 0 and below {_SEEDS}")
 
 
 def _padded(allowed, size):

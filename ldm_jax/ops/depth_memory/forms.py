@@ -62,9 +62,9 @@ def choose_form(
 
   "auto" is the kernel in programs for TPUs, where it can run, and otherwise chunked; with the chunk
   that `best_chunk` finds by `step_traffic`, or on a CPU by `step_terms`, which is history where
-  nothing is ever folded.  It is the reference where
-  the number of writes is not known, since streams then keep their structure from one sublayer to
-  the next, and for the delta rule, which only has that.
+  nothing is ever folded.  It is the reference where the number of writes is not known, since
+  streams then keep their structure from one sublayer to the next, and for the delta rule, which
+  only has that.
 
   Args:
     form: one of `FORMS`.
@@ -135,28 +135,6 @@ def _limit(smallest_forgetting):
   return max(1, math.floor(_LARGEST_DECAY / -math.log2(smallest_forgetting)))
 
 
-def best_chunk(
-  writes: int | None,
-  key_dim: int,
-  limit: int | None = None,
-  cost: Callable[[int, int, int], float] | None = None,
-) -> int:
-  """The largest chunk whose cost is at most 1.1 times the least there is.
-
-  Args:
-    writes: in the whole network; None if not known, and many are assumed.
-    key_dim: K.
-    limit: the most writes that may be put off; None if there is no limit.
-    cost: of a chunk, a number of writes and K; `step_traffic` if not given.
-  """
-  cost = step_traffic if cost is None else cost
-  writes = 96 if writes is None else writes
-  largest = min(writes, 96, limit or 96)
-  costs = {chunk: cost(chunk, writes, key_dim) for chunk in range(1, largest + 1)}
-  least = min(costs.values())
-  return max(chunk for chunk in costs if costs[chunk] <= _SLACK * least)
-
-
 def step_traffic(chunk: int, writes: int, key_dim: int) -> float:
   """Arrays of the residual stream's size that a training step moves for each write and its read.
 
@@ -168,10 +146,8 @@ def step_traffic(chunk: int, writes: int, key_dim: int) -> float:
     writes: in the whole network, each followed by one read.
     key_dim: K.
   """
-  total, planes, left = 0, 0, writes
-  while left:
-    size = min(chunk, left)
-    left -= size
+  total = 0
+  for size, planes, folds in _chunks(chunk, writes, key_dim):
     for pending in range(1, size + 1):
       forward = planes + pending + 2  # what is summed, x and the result
       products = planes + pending + 1
@@ -179,10 +155,9 @@ def step_traffic(chunk: int, writes: int, key_dim: int) -> float:
       total += 2 * forward + products + value_gradient
     if planes:
       total += size + 2 * planes  # the gradient of M from what reads said
-    if left:
+    if folds:
       total += 2 * (planes + size + key_dim)  # the fold
       total += 2 * (key_dim + planes + size)  # its gradient
-    planes = key_dim
   return total / writes
 
 
@@ -198,12 +173,36 @@ def step_terms(chunk: int, writes: int, key_dim: int) -> float:
     writes: in the whole network, each followed by one read.
     key_dim: K.
   """
-  total, planes, left = 0, 0, writes
-  while left:
-    size = min(chunk, left)
-    left -= size
+  total = 0
+  for size, planes, folds in _chunks(chunk, writes, key_dim):
     total += size * planes + size * (size + 1) // 2
-    if left:
+    if folds:
       total += key_dim * (planes + size)
-    planes = key_dim
   return 3 * total / writes
+
+
+def _chunks(chunk, writes, key_dim):
+  """Of each chunk its writes, the memory planes that its reads see, and whether a fold ends it."""
+  for start in range(0, writes, chunk):
+    yield min(chunk, writes - start), key_dim if start else 0, start + chunk < writes
+
+
+def best_chunk(
+  writes: int | None,
+  key_dim: int,
+  limit: int | None = None,
+  cost: Callable[[int, int, int], float] = step_traffic,
+) -> int:
+  """The largest chunk whose cost is at most 1.1 times the least there is.
+
+  Args:
+    writes: in the whole network; None if not known, and many are assumed.
+    key_dim: K.
+    limit: the most writes that may be put off; None if there is no limit.
+    cost: of a chunk, a number of writes and K.
+  """
+  writes = 96 if writes is None else writes
+  largest = min(writes, 96, limit or 96)
+  costs = {chunk: cost(chunk, writes, key_dim) for chunk in range(1, largest + 1)}
+  least = min(costs.values())
+  return max(chunk for chunk in costs if costs[chunk] <= _SLACK * least)

@@ -247,14 +247,15 @@ class Natural:
     """
     keys = jnp.stack([record.key for record in records], -2)
     weights = jnp.stack([record.weight for record in records], -1)[..., None]
-    identity = jnp.broadcast_to(jnp.eye(self.key_dim), (*keys.shape[:-2], *(self.key_dim,) * 2))
     if covariance is None:
-      weights, rest = weights * keys, identity
+      weights = weights * keys
     else:  # `write_covariance` wants symmetric cotangents
       matrix = 0.5 * (covariance.matrix + jnp.swapaxes(covariance.matrix, -1, -2))
       weights = weights * exact_einsum("...ij,...nj->...ni", matrix, keys)
-      rest = identity - exact_einsum("...ni,...nj->...ij", keys, weights)
     if memory:
+      rest = jnp.broadcast_to(jnp.eye(self.key_dim), (*keys.shape[:-2], *(self.key_dim,) * 2))
+      if covariance is not None:  # a sum of outer products corrects nothing
+        rest = rest - exact_einsum("...ni,...nj->...ij", keys, weights)
       weights = jnp.concatenate([rest, weights], -2)
     return _combine(self, (*memory, *values), weights)
 
