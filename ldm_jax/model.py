@@ -178,10 +178,22 @@ class TransformerLM(nn.Module):
 
 def portable(model: TransformerLM) -> TransformerLM:
   """The same model to run forwards anywhere: in place of forms for TPUs, what can run is taken."""
-  config, mixer = model.config, model.config.mixer
-  if mixer.form == "kernel":
-    mixer = dataclasses.replace(mixer, form="auto")
-  attention = "auto" if config.attention == "splash" else config.attention
+  mixer, attention = model.config.mixer.form, model.config.attention
+  return _in_forms(
+    model,
+    mixer="auto" if mixer == "kernel" else mixer,
+    attention="auto" if attention == "splash" else attention,
+  )
+
+
+def plainest(model: TransformerLM) -> TransformerLM:
+  """The same model in the forms that are traced fastest: for its parameters, which are alike."""
+  return _in_forms(model, mixer="reference", attention="plain")
+
+
+def _in_forms(model, mixer, attention):
+  config = model.config
+  mixer = dataclasses.replace(config.mixer, form=mixer)
   config = dataclasses.replace(config, mixer=mixer, attention=attention)
   return model.clone(config=config, remat="none")
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Key
 
 from ldm_jax.config import Config
 from ldm_jax.data.packing import Batch
-from ldm_jax.model import TransformerLM
+from ldm_jax.model import TransformerLM, plainest
 from ldm_jax.sharding import check_divisible, constrain, parameter_shardings, partition_spec
 from ldm_jax.training.optimizer import make_optimizer
 from ldm_jax.typing import MaskBT, PyTree, TokensBT
@@ -102,7 +102,8 @@ def token_losses(
 
 def make_init(config: Config) -> Callable[[jax.Array], Any]:
   """Returns `init(key) -> TrainState` with boxed parameters, to be traced or jitted."""
-  model, optimizer = make_model(config), make_optimizer(config.optimizer, config.train.steps)
+  model = plainest(make_model(config))
+  optimizer = make_optimizer(config.optimizer, config.train.steps)
 
   def init(key):
     tokens = jnp.zeros((config.data.batch_size, config.data.sequence_length), jnp.int32)
