@@ -1,5 +1,6 @@
 """One optimizer step and one evaluation step, as pure functions to compile."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -115,14 +116,18 @@ def make_init(config: Config) -> Callable[[jax.Array], Any]:
 
 def abstract_state(config: Config, mesh: Mesh) -> TrainState:
   """Shapes, dtypes and shardings of the train state, without computing any of it."""
-  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # the model asks what it is traced for
-    boxed = jax.eval_shape(lambda: make_init(config)(jax.random.key(0)))
+  boxed = _boxed_shapes(config)
   shardings = parameter_shardings(boxed, mesh)
   return jax.tree.map(
     lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
     nn.unbox(boxed),
     shardings,
   )
+
+
+@functools.lru_cache(maxsize=8)  # a deep model is traced for seconds, and for the same mesh thrice
+def _boxed_shapes(config):
+  return jax.eval_shape(lambda: make_init(config)(jax.random.key(0)))
 
 
 def init_state(config: Config, mesh: Mesh) -> TrainState:
