@@ -65,7 +65,9 @@ def empty_cache(config: ModelConfig, rows: int, slots: int, dtype: Dtype) -> Cac
 
 
 def add_tokens(cache: Cache, segment_ids: TokensBT) -> Cache:
-  """The cache with the segment ids of the next T tokens; `length` is for later, see `advanced`.
+  """The cache with the segment ids of the next T tokens, before any `attend` to them.
+
+  `length` still counts the tokens before them: it moves on when all attentions have attended.
 
   Raises:
     ValueError: if T tokens do not fit into S slots.  What is filled already is seen by

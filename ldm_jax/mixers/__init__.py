@@ -6,12 +6,9 @@ from ldm_jax.config import MixerConfig
 from ldm_jax.errors import InputError
 from ldm_jax.mixers.attention_residuals import AttentionResiduals, AttentionResidualStreams
 from ldm_jax.mixers.base import DepthMixer
+from ldm_jax.mixers.depth_memory_streams import DeferredMemoryStreams, DepthMemoryStreams
 from ldm_jax.mixers.hyper_connections import HyperConnections, HyperConnectionStreams
-from ldm_jax.mixers.linear_depth_memory import (
-  DeferredMemoryStreams,
-  DepthMemoryStreams,
-  LinearDepthMemory,
-)
+from ldm_jax.mixers.linear_depth_memory import LinearDepthMemory
 from ldm_jax.mixers.manifold_hyper_connections import ManifoldHyperConnections
 from ldm_jax.mixers.preln import PreLN, PreLNStreams
 from ldm_jax.typing import Dtype

@@ -5,7 +5,7 @@ The norm is one number per token, so it waits until after the product with W.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -23,23 +23,35 @@ _head_init = nn.initializers.variance_scaling(
 )
 
 
+class ControlMaps(NamedTuple):
+  """The parameters of one side, pairs of kernel and bias.
+
+  latent: of silu(W norm(x) + b), [D, R] and [R].
+  vectors: of the affine map to keys or queries, [R, G, K] and [G, K], or with 1 in place of G.
+  numbers: of the affine map to a number for each group, [R, G] and [G]; None without one.
+  """
+
+  latent: tuple
+  vectors: tuple
+  numbers: tuple | None
+
+
 class Latent(nn.Module):
-  """The shared latent of one side: silu(W norm(x) + b), R numbers for each token.
+  """The parameters of the shared latent of one side: silu(W norm(x) + b), R numbers for each token.
 
   norm is RMSNorm without a learned scale, so the controls see the direction of the residual stream
   and not its growth with depth.
   """
 
   latent_dim: int
-  dtype: Dtype
 
   @nn.compact
-  def __call__(self, x: ActivationsBTD, layout: Any) -> jax.Array:
-    """Returns the latent in `dtype`, as the layout wants it."""
+  def __call__(self, width: int) -> tuple[jax.Array, jax.Array]:
+    """Returns W [D, R] and b [R] for a residual stream of a width D."""
     init = partitioned(nn.initializers.lecun_normal(), "stream_embed", "latent")
-    kernel = self.param("latent_kernel", init, (x.shape[-1], self.latent_dim))
+    kernel = self.param("latent_kernel", init, (width, self.latent_dim))
     bias = self.param("latent_bias", partitioned(_zeros, "latent"), (self.latent_dim,))
-    return layout.latent(x, kernel, bias, self.dtype)
+    return kernel, bias
 
 
 class ReadControls(nn.Module):
@@ -56,23 +68,25 @@ class ReadControls(nn.Module):
   gated: bool
   dtype: Dtype
 
-  @nn.compact
   def __call__(self, x: ActivationsBTD, layout: Any = None) -> tuple[jax.Array, jax.Array | None]:
     """Returns the queries and gain · gate, both float32, laid out as an arithmetic of
     `ops.depth_memory` wants it, as the equations are by default; None in place of gain · gate for
     the memory-only read-out.
     """  # fmt: skip
     layout = Natural(self.groups, self.key_dim) if layout is None else layout
-    latent = Latent(self.latent_dim, self.dtype, name="latent")(x, layout)
+    maps, gain = self.parameters(x.shape[-1])
+    return read_controls(layout, *_mapped(layout, x, maps, self.dtype), gain)
+
+  @nn.compact
+  def parameters(self, width: int) -> tuple[ControlMaps, Float[Array, " G"] | None]:
+    """The maps for a residual stream of some width, and the gain; None for the memory-only one."""
+    latent = Latent(self.latent_dim, name="latent")(width)
     query = _vector_parameters(self, "query", self.groups)
     if not self.gated:
-      return layout.unit(layout.vectors(latent, *query)), None
+      return ControlMaps(latent, query, None), None
     gate = _number_parameters(self, "gate", 0.0)
-    q, gate = layout.vectors_and_numbers(latent, query, gate)
-    q, gate = layout.unit(q), jax.nn.sigmoid(gate)
     init = partitioned(nn.initializers.constant(self.gain_init), "groups")
-    gain = self.param("gain", init, (self.groups,))
-    return q, layout.per_group(gain) * gate
+    return ControlMaps(latent, query, gate), self.param("gain", init, (self.groups,))
 
 
 class WriteControls(nn.Module):
@@ -95,28 +109,33 @@ class WriteControls(nn.Module):
   importance: bool
   dtype: Dtype
 
-  @nn.compact
   def __call__(
     self, x: ActivationsBTD, layout: Any = None
   ) -> tuple[jax.Array, jax.Array | None, Float[Array, " G"] | None]:
     """Returns keys and ω (or β, or None), float32 in a layout, and λ (or None)."""
     layout = Natural(self.groups, self.key_dim) if layout is None else layout
-    latent = Latent(self.latent_dim, self.dtype, name="latent")(x, layout)
-    key = _vector_parameters(self, "key", 1 if self.shared_key else self.groups)
-    if self.rule == "outer" or (self.rule == "rls" and not self.importance):
-      k = self._key(layout.vectors(latent, *key), layout)
-      return (k, None, None) if self.rule == "outer" else (k, layout.ones(k), self._forgetting())
-    if self.rule == "delta":
-      beta = _number_parameters(self, "beta", 0.0)
-      k, beta = layout.vectors_and_numbers(latent, key, beta)
-      return self._key(k, layout), jax.nn.sigmoid(beta), None
-    one = math.log(math.e - 1)  # softplus(one) = 1
-    importance = _number_parameters(self, "importance", one)
-    k, importance = layout.vectors_and_numbers(latent, key, importance)
-    return self._key(k, layout), jax.nn.softplus(importance), self._forgetting()
+    maps, forgetting = self.parameters(x.shape[-1])
+    k, numbers = _mapped(layout, x, maps, self.dtype)
+    if self.rule == "rls":
+      k, importance = write_controls(layout, k, numbers)
+      return self._for_all(k), importance, forgetting
+    beta = None if numbers is None else jax.nn.sigmoid(numbers)
+    return self._for_all(layout.unit(k)), beta, None
 
-  def _key(self, k, layout):
-    k = layout.unit(k)
+  @nn.compact
+  def parameters(self, width: int) -> tuple[ControlMaps, Float[Array, " G"] | None]:
+    """The maps for a residual stream of some width, and λ, or None where the rule has none."""
+    latent = Latent(self.latent_dim, name="latent")(width)
+    key = _vector_parameters(self, "key", 1 if self.shared_key else self.groups)
+    numbers = None
+    if self.rule == "delta":
+      numbers = _number_parameters(self, "beta", 0.0)
+    elif self.rule == "rls" and self.importance:
+      one = math.log(math.e - 1)  # softplus(one) = 1
+      numbers = _number_parameters(self, "importance", one)
+    return ControlMaps(latent, key, numbers), self._forgetting() if self.rule == "rls" else None
+
+  def _for_all(self, k):
     if self.shared_key:  # groups are the third axis in every layout
       k = jnp.broadcast_to(k, (*k.shape[:2], self.groups, k.shape[3]))
     return k
@@ -129,6 +148,30 @@ class WriteControls(nn.Module):
     init = partitioned(nn.initializers.constant(logit), "groups")
     theta = self.param("forgetting", init, (self.groups,))
     return self.min_forgetting + (1 - self.min_forgetting) * jax.nn.sigmoid(theta)
+
+
+def read_controls(
+  layout: Any, queries: jax.Array, gates: jax.Array | None, gain: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+  """Unit queries and gain · gate from what the maps gave."""
+  scale = None if gates is None else layout.per_group(gain) * jax.nn.sigmoid(gates)
+  return layout.unit(queries), scale
+
+
+def write_controls(
+  layout: Any, keys: jax.Array, importances: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+  """Unit keys and ω from what the maps gave; 1 without a map for ω."""
+  keys = layout.unit(keys)
+  return keys, layout.ones(keys) if importances is None else jax.nn.softplus(importances)
+
+
+def _mapped(layout, x, maps, dtype):
+  """What the maps give: vectors, and numbers or None."""
+  latent = layout.latent(x, *maps.latent, dtype)
+  if maps.numbers is None:
+    return layout.vectors(latent, *maps.vectors), None
+  return layout.vectors_and_numbers(latent, maps.vectors, maps.numbers)
 
 
 def _vector_parameters(module, name, groups):

@@ -11,82 +11,27 @@ memory, query, key and forgetting factor.  Source: the Depth Memory framework te
 Depth Memory tutorial; activations, initial values and the delta rule are this project's own.
 """
 
-from typing import Any
-
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
 
 from ldm_jax.errors import InputError
 from ldm_jax.mixers.base import KEPT, DepthMixer
-from ldm_jax.mixers.depth_memory_controls import ReadControls, WriteControls
+from ldm_jax.mixers.depth_memory_controls import ReadControls, WriteControls, read_controls
+from ldm_jax.mixers.depth_memory_streams import (
+  DeferredMemoryStreams,
+  DepthMemoryStreams,
+  WaitingWrite,
+)
 from ldm_jax.ops import depth_memory as dm
 from ldm_jax.ops.depth_memory import deferred
 from ldm_jax.ops.depth_memory.forms import FORMS, Form, choose_form
 from ldm_jax.ops.depth_memory.natural import Natural
 from ldm_jax.sharding import constrain
-from ldm_jax.typing import ActivationsBTD, Dtype
+from ldm_jax.typing import ActivationsBTD, Dtype, Sublayer
 
 _RULES = ("rls", "delta", "outer")
 _READOUTS = ("add", "memory_only")
-
-
-@flax.struct.dataclass
-class DepthMemoryStreams:
-  """The streams (x, M, P) of the RLS rule; (x, M) of the outer-product and delta rules.
-
-  x: residual stream [B, T, D].  M: memory.  P: inverse key covariance [B, T, G, K, K], float32,
-  or None where the rule has none.  pending: sum of the outputs since the last write [B, T, D], or
-  None where every output is written at once.  The axis order of M is the mixer's business; use
-  `memory_matrix()` to look at it.
-  """
-
-  x: Any
-  M: Any
-  P: Any = None
-  pending: Any = None
-
-  def memory_matrix(self) -> Float[Array, "B T G V K"]:
-    """The memory as matrices [B, T, G, V, K]: column space of group g is x[g·V : (g+1)·V]."""
-    return self.M
-
-
-@flax.struct.dataclass
-class DeferredMemoryStreams:
-  """The same streams where writes are put off, see `ops.depth_memory.deferred`.
-
-  x: residual stream [B, T, D]; packed, zeros that carry its gradient.  base: x without the outputs
-  that are pending in the memory, or None where it is not x and their sum.  memory: M and P, and the
-  writes not yet in M.  pending: as in `DepthMemoryStreams`.  arithmetic: how the sums are done.
-  chunk: the most writes put off.
-  """
-
-  x: Any
-  base: Any
-  memory: deferred.Pending
-  pending: Any
-  arithmetic: Any = flax.struct.field(pytree_node=False)
-  chunk: int = flax.struct.field(pytree_node=False)
-
-  def memory_matrix(self) -> Float[Array, "B T G V K"]:
-    """The memory as matrices [B, T, G, V, K]: column space of group g is x[g·V : (g+1)·V]."""
-    return self.arithmetic.memory_matrix(self.x, deferred.fold_planes(self.arithmetic, self.memory))
-
-  def explicit(self) -> DepthMemoryStreams:
-    """With all writes in M, to look at."""
-    return DepthMemoryStreams(self.x, self.M, self.P, self.pending)
-
-  @property
-  def M(self) -> Float[Array, "B T G V K"]:
-    """`memory_matrix()`."""
-    return self.memory_matrix()
-
-  @property
-  def P(self) -> Float[Array, "B T G K K"] | None:
-    """The inverse key covariance, float32; None where the rule has none."""
-    return self.arithmetic.covariance_matrix(self.memory.covariance)
 
 
 class LinearDepthMemory(DepthMixer):
@@ -204,12 +149,33 @@ class LinearDepthMemory(DepthMixer):
 
   def read(self, streams: DepthMemoryStreams | DeferredMemoryStreams) -> ActivationsBTD:
     """h = x + concat_g(gain_g · gate_g · M_g q_g), or M q alone; x where nothing is written yet."""
-    x = streams.x
+    return self._read(streams)[0]
+
+  def __call__(
+    self, streams: DepthMemoryStreams | DeferredMemoryStreams, f: Sublayer
+  ) -> DepthMemoryStreams | DeferredMemoryStreams:
+    """`write(streams, f(read(streams)))`; a write that waited is settled once for both."""
+    h, streams = self._read(streams)
+    return self.write(streams, f(h))
+
+  def _read(self, streams):
+    """What the sublayer sees, and the streams with no write waiting."""
     if self.index < self.write_every:
-      return x
-    layout = _layout(streams)
-    q, scale = self.read_controls(x, layout)
-    added = self.readout == "add"
+      return streams.x, streams
+    q, scale, streams = self._asked(streams)
+    return self._answer(streams, q, scale), streams
+
+  def _asked(self, streams):
+    """Query and gain · gate, and the streams with no write waiting."""
+    layout, waiting = _layout(streams), getattr(streams, "waiting", None)
+    if waiting is None:
+      return *self.read_controls(streams.x, layout), streams
+    maps, gain = self.read_controls.parameters(streams.x.shape[-1])
+    written, asked = layout.mapped(streams.x, (waiting.maps, maps), self.dtype)
+    return *read_controls(layout, *asked, gain), waiting.settle(streams, *written)
+
+  def _answer(self, streams, q, scale):
+    x, layout, added = streams.x, _layout(streams), self.readout == "add"
     if isinstance(streams, DeferredMemoryStreams):
       if streams.memory.empty:
         return x if added else jnp.zeros_like(x)
@@ -224,6 +190,8 @@ class LinearDepthMemory(DepthMixer):
     self, streams: DepthMemoryStreams | DeferredMemoryStreams, v: ActivationsBTD
   ) -> DepthMemoryStreams | DeferredMemoryStreams:
     """x ← x + v, then (k, v) enters the memory under a key computed from the new x."""
+    if isinstance(streams, DeferredMemoryStreams):
+      streams = streams.settled()
     layout = _layout(streams)
     v = layout.from_plane(checkpoint_name(layout.to_plane(v), KEPT))
     x = streams.x + v if self.residual else v
@@ -237,8 +205,12 @@ class LinearDepthMemory(DepthMixer):
       return self._place(streams.replace(x=x, pending=v))
     if self.write_every > 1:
       streams = streams.replace(pending=jnp.zeros_like(v))
-    controls = self.write_controls(x, layout)
-    return self._place(self._record(streams.replace(x=x), v, controls, self.index))
+    streams = streams.replace(x=x)
+    if self._waits(layout):
+      maps, forgetting = self.write_controls.parameters(x.shape[-1])
+      reads = tuple(self._reads(self.index, streams.chunk))
+      return streams.replace(waiting=WaitingWrite(v, maps, forgetting, self.dtype, reads))
+    return self._place(self._record(streams, v, self.write_controls(x, layout), self.index))
 
   def pack(
     self, streams: DepthMemoryStreams | DeferredMemoryStreams
@@ -246,6 +218,7 @@ class LinearDepthMemory(DepthMixer):
     """Without x where it is a sum of arrays that the streams have anyway."""
     if not self._can_pack(streams):
       return streams
+    streams = streams.settled()
     return streams.replace(x=deferred.gradient_carrier(streams.x))
 
   def unpack(
@@ -261,6 +234,12 @@ class LinearDepthMemory(DepthMixer):
   def _can_pack(self, streams):
     return self._is_sum and isinstance(streams, DeferredMemoryStreams)
 
+  def _waits(self, layout):
+    """Whether a write leaves its controls to the next read, see `WaitingWrite`."""
+    alike = self.rule == "rls" and self.importance and not self.shared_key
+    single = isinstance(layout, Natural) and layout.single
+    return single and alike and self.readout == "add" and self.sublayers is not None
+
   @property
   def _is_sum(self):
     """Whether x is the embedding and all that was written since, term by term."""
@@ -270,20 +249,7 @@ class LinearDepthMemory(DepthMixer):
     """(k, v) enters the memory by the rule; `controls` are k, ω (or β) and λ."""
     k, strength, forgetting = controls
     if isinstance(streams, DeferredMemoryStreams):
-      layout = streams.arithmetic
-      if forgetting is not None:
-        forgetting = jnp.broadcast_to(layout.per_group(forgetting), strength.shape)
-      memory = deferred.write(
-        layout,
-        layout.to_plane(v),
-        k,
-        strength,
-        forgetting,
-        streams.memory,
-        streams.chunk,
-        self._reads(index, streams.chunk),
-      )
-      return streams.replace(memory=memory)
+      return streams.record(v, k, strength, forgetting, self._reads(index, streams.chunk))
     M, P = streams.M, streams.P
     v_BTGV = v.reshape(*v.shape[:2], self.groups, -1)
     if self.rule == "rls":

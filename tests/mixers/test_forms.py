@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ class Stack(nn.Module):
   known: bool = True
   dtype: str = "float32"
   packed: bool = False
+  apart: bool = False
 
   @nn.compact
   def __call__(self, x):
@@ -40,7 +42,10 @@ class Stack(nn.Module):
       dense = nn.Dense(x.shape[-1], use_bias=False, dtype=self.dtype, name=f"f_{index}")
       if self.packed:
         streams = mixer.unpack(mixer.pack(streams))
-      streams = mixer(streams, lambda h, dense=dense: jnp.tanh(dense(h)))
+      if self.apart:
+        streams = mixer.write(streams, jnp.tanh(dense(mixer.read(streams))))
+      else:
+        streams = mixer(streams, lambda h, dense=dense: jnp.tanh(dense(h)))
     return mixers[-1].read(streams), streams.memory_matrix()
 
 
@@ -63,9 +68,9 @@ def gradients(stack, variables, x):
   return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(variables, x)
 
 
-def compare(mixer, sublayers, tolerance=1e-5, **settings):
+def compare(mixer, sublayers, tolerance=1e-5, shape=(B, T, D), **settings):
   """A form against the reference, at parameters away from the start."""
-  x = jax.random.normal(jax.random.key(0), (B, T, D))
+  x = jax.random.normal(jax.random.key(0), shape)
   reference = Stack(dataclasses.replace(mixer, form="reference", chunk=None), sublayers)
   variables = nn.unbox(jax.jit(reference.init)(jax.random.key(1), x))
   variables = jax.tree.map(
@@ -115,6 +120,40 @@ def test_a_form_equals_the_reference(form, chunk, key_dim, sublayers):
 )
 def test_the_kernels_equal_the_reference(on_tpu, chunk, key_dim, sublayers):
   compare(dataclasses.replace(LDM, form="kernel", chunk=chunk, key_dim=key_dim), sublayers)
+
+
+@pytest.mark.parametrize(
+  ("rows", "chunk", "settings"),
+  [
+    (1, None, {}),
+    (5, 2, {"packed": True}),
+    slow(5, None, {"apart": True}),
+    slow(1, 2, {}),
+    slow(65, None, {}),
+  ],
+)
+def test_single_tokens_equal_the_reference(rows, chunk, settings):
+  """As in decoding, where a write waits for the next read."""
+  form = "history" if chunk is None else "chunked"
+  mixer = dataclasses.replace(LDM, form=form, chunk=chunk)
+  compare(mixer, 4, shape=(rows, 1, D), **settings)
+
+
+def test_a_waiting_write_is_in_all_that_the_streams_show():
+  x = jax.random.normal(jax.random.key(0), (3, 1, D))
+
+  def shown(form):
+    mixer = make_mixer(dataclasses.replace(LDM, form=form), 1, 4, "float32", None)
+
+    def look(mixer, x):
+      streams = mixer(mixer.init_streams(x), jnp.cos)
+      seen = mixer.unpack(mixer.pack(streams))
+      return streams.memory_matrix(), streams.P, seen.x, seen.P, mixer.read(streams)
+
+    variables = nn.unbox(mixer.init(jax.random.key(1), x, method=look))
+    return mixer.apply(variables, x, method=look)
+
+  chex.assert_trees_all_close(shown("history"), shown("reference"), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

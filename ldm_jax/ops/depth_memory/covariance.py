@@ -12,12 +12,13 @@ from ldm_jax.ops.depth_memory.deferred import Covariance, Record
 from ldm_jax.ops.depth_memory.reference import eigenvalue_limit, mean_eigenvalue
 from ldm_jax.ops.products import exact_einsum
 
+_SINGLE_ROWS = 64
 _FEW_ROWS = 4  # more than that XLA sums up in a library, at several times the cost of a product
 
 
 def is_single(shape: tuple[int, ...]) -> bool:
-  """Whether arrays [B, T, …] are of one token of few rows, as in decoding."""
-  return shape[0] <= _FEW_ROWS and shape[1] == 1
+  """Whether arrays [B, T, …] are of one token of not too many rows, as in decoding."""
+  return shape[0] <= _SINGLE_ROWS and shape[1] == 1
 
 
 def dot(a, b):
@@ -26,8 +27,9 @@ def dot(a, b):
 
 
 def times(matrix, vector):
-  """Matrices [B, T, G, K, K] times vectors [B, T, G, K]."""
-  if is_single(vector.shape):  # a product of its own costs more than its sums
+  """Matrices [B, T, G, n, K] times vectors [B, T, G, K]."""
+  # A product of its own costs more than its sums, if they are few.
+  if vector.shape[0] <= _FEW_ROWS and vector.shape[1] == 1:
     return jnp.sum(matrix * vector[..., None, :], axis=-1)
   return exact_einsum("...ij,...j->...i", matrix, vector)
 

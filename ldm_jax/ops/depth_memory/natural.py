@@ -26,7 +26,8 @@ class Natural:
     rule: "rls", or "outer", which has no covariance.
     memory_dtype: of folded planes.
     apart: keep XLA from fusing steps with each other, see `_apart`: for programs of one CPU device.
-    single: for few tokens on one device, see `is_single`: few operations instead of fast ones.
+    single: for few tokens on one device, see `is_single`: few operations instead of fast ones, and
+      a write leaves its controls to the next read.
   """
 
   groups: int
@@ -73,16 +74,28 @@ class Natural:
 
   def vectors_and_numbers(self, latent, vectors, numbers):
     """`vectors` and `numbers` of two pairs of kernel and bias."""
-    if not self.single:
-      return self.vectors(latent, *vectors), self.numbers(latent, *numbers)
+    return self.vectors(latent, *vectors), self.numbers(latent, *numbers)
+
+  def mapped(self, x, sides, dtype):
+    """Vectors and numbers of each side, a pair of them, in one product for all sides and one more.
+
+    Args:
+      x: residual stream [B, T, D].
+      sides: `ControlMaps` of equal shapes, with numbers.
+      dtype: of the products.
+    """
     kernel, bias = (
-      jnp.concatenate([v.reshape(*v.shape[:-2], -1), n], -1)
-      for v, n in zip(vectors, numbers, strict=True)
+      jnp.concatenate(parts, -1) for parts in zip(*(s.latent for s in sides), strict=True)
     )
-    both = self.numbers(latent, kernel, bias)
-    groups, size = vectors[1].shape
-    split = both[..., : groups * size].reshape(*both.shape[:2], groups, size)
-    return split, both[..., groups * size :]
+    latent = self.latent(x, kernel, bias, dtype).reshape(*x.shape[:2], len(sides), -1)
+    kernel, bias = (jnp.stack(parts) for parts in zip(*map(_affine, sides), strict=True))
+    product = jnp.einsum(
+      "btsr,srn->sbtn", latent, kernel.astype(dtype), preferred_element_type=jnp.float32
+    )
+    both = product + bias[:, None, None]
+    vectors = both[..., : self.groups * self.key_dim]
+    vectors = vectors.reshape(*both.shape[:-1], self.groups, self.key_dim)
+    return tuple(zip(vectors, both[..., self.groups * self.key_dim :], strict=True))
 
   def unit(self, vectors):
     """Vectors of length 1."""
@@ -157,8 +170,8 @@ class Natural:
     """z on the memory planes, if there are any, and w on the pending values; and Γ P q."""
     projection = query if matrix is None else times(matrix, query)
     if self.single:
-      stacked = jax.tree.map(lambda *arrays: jnp.stack(arrays), *records)
-      weights = tuple(stacked.weight * dot(stacked.key, projection[None]))
+      keys = jnp.stack([record.weight[..., None] * record.key for record in records], -2)
+      weights = tuple(jnp.moveaxis(times(keys, projection), -1, 0))
     else:
       weights = tuple(record.weight * dot(record.key, projection) for record in records)
     if memory:
@@ -277,6 +290,14 @@ class Natural:
     """[B, T, D] -> [B, T, G, V], at least float32."""
     plane = plane.astype(jnp.promote_types(plane.dtype, jnp.float32))
     return plane.reshape(*plane.shape[:-1], self.groups, -1)
+
+
+def _affine(side):
+  """Kernel [R, G K + G] and bias [G K + G] to vectors and numbers."""
+  return (
+    jnp.concatenate([v.reshape(*v.shape[:-2], -1), n], -1)
+    for v, n in zip(side.vectors, side.numbers, strict=True)
+  )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
