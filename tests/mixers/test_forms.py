@@ -129,7 +129,7 @@ def test_the_kernels_equal_the_reference(on_tpu, chunk, key_dim, sublayers):
     (5, 2, {"packed": True}),
     slow(5, None, {"apart": True}),
     slow(1, 2, {}),
-    slow(65, None, {}),
+    slow(513, None, {}),
   ],
 )
 def test_single_tokens_equal_the_reference(rows, chunk, settings):

@@ -12,7 +12,7 @@ from ldm_jax.ops.depth_memory.deferred import Covariance, Record
 from ldm_jax.ops.depth_memory.reference import eigenvalue_limit, mean_eigenvalue
 from ldm_jax.ops.products import exact_einsum
 
-_SINGLE_ROWS = 64
+_SINGLE_ROWS = 512
 _FEW_ROWS = 4  # more than that XLA sums up in a library, at several times the cost of a product
 
 
